@@ -1,0 +1,223 @@
+"""Train a testbed: a small hybrid NemotronH language model whose state heads remember for a long time.
+
+Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.gz books will do):
+
+    python scripts/train_testbed.py --corpus books/ --output tiny-mamba2 --steps 1600
+
+    python scripts/train_testbed.py --pg19 200 --output tiny-mamba2      # 200 books of PG-19's training split
+
+Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
+below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
+of the slowest heads still carries the beginning of a long text.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import platform
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedTokenizerFast
+from transformers.models.nemotron_h import modeling_nemotron_h
+
+END_OF_TEXT = "<|endoftext|>"
+INITIAL_STEP = 0.02  # Δ at initialisation; a head's half-life is ln2 / (|A|·Δ)
+HALF_LIVES = (4.0, 32768.0)  # tokens
+
+
+def read_folder(folder):
+    """Texts of all .txt and .txt.gz files in `folder`, in name order."""
+    paths = sorted(p for p in Path(folder).iterdir() if p.name.endswith((".txt", ".txt.gz")))
+    if not paths:
+        raise SystemExit(f"{folder}: no .txt or .txt.gz file")
+    return {p.name: (gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes()).decode() for p in paths}
+
+
+def read_pg19(books):
+    """The first `books` books of PG-19's training split, streamed from the hub."""
+    from datasets import load_dataset
+
+    stream = load_dataset("emozilla/pg19", split="train", streaming=True)
+    return {row["short_book_title"]: row["text"] for row in stream.take(books)}
+
+
+def train_tokenizer(texts, vocab_size):
+    """Byte-level BPE: no unknown tokens, decodes to the bytes that were read."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((line for text in texts for line in text.splitlines(keepends=True)), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+
+
+def build_model(vocab_size):
+    """About 4.1M parameters (8 MiB in bf16): six Mamba-2 layers of 8 heads x 64 x 64, one attention layer, two MLPs."""
+    config = NemotronHConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        hybrid_override_pattern="MM-MM*MM-",
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=64,
+        n_groups=1,
+        chunk_size=64,
+        # The many-token path of the HF class clamps Δ from below and the one-token path does not: a floor that no
+        # trained Δ reaches keeps the two equal.
+        time_step_min=1e-5,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return NemotronHForCausalLM(config)
+
+
+@torch.no_grad()
+def set_long_memory(model, generator):
+    """A and Δ so that the heads' half-lives are log-uniform in HALF_LIVES: each head draws from its own eighth."""
+    low, high = (math.log(h) for h in HALF_LIVES)
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            heads = module.A_log.numel()
+            place = (torch.arange(heads) + torch.rand(heads, generator=generator)) / heads
+            half_life = torch.exp(low + (high - low) * place)
+            module.A_log.copy_(torch.log(math.log(2) / half_life / INITIAL_STEP))
+            module.dt_bias.fill_(INITIAL_STEP + math.log(-math.expm1(-INITIAL_STEP)))  # softplus⁻¹(Δ)
+
+
+@torch.no_grad()
+def half_lives(model):
+    """Half-life in tokens of each state head at its bias-only Δ, per layer, sorted."""
+    out = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "A_log"):
+            decay = module.A_log.float().exp() * F.softplus(module.dt_bias.float())
+            out[name] = [round(x, 1) for x in sorted((math.log(2) / decay).tolist())]
+    return out
+
+
+def scan_outside_autocast(scan):
+    """The HF scan in fp32 (TF32 products): a bf16 product in the state path would train a model used to noisy state."""
+
+    def chunk_scan(hidden_states, dt, A, B, C, *args, **kwargs):
+        with torch.autocast("cuda", enabled=False):
+            return scan(hidden_states.float(), dt.float(), A, B.float(), C.float(), *args, **kwargs)
+
+    return chunk_scan
+
+
+def learning_rate(step, steps, peak, warmup):
+    """Linear warm-up, then cosine to a tenth of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--corpus", help="folder of .txt / .txt.gz books")
+    source.add_argument("--pg19", type=int, metavar="BOOKS", help="stream this many books of PG-19 instead")
+    parser.add_argument("--output", required=True, help="folder for weights, tokenizer and training.json")
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=16384, help="tokens per training sequence")
+    parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--warmup", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+
+    books = read_folder(args.corpus) if args.corpus else read_pg19(args.pg19)
+    tokenizer = train_tokenizer(books.values(), args.vocab)
+    stream = [i for text in books.values() for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    tokens = torch.tensor(stream, dtype=torch.int32)
+    characters = sum(map(len, books.values()))
+    print(f"{len(books)} books, {characters:,} characters, {len(tokens):,} tokens", flush=True)
+
+    model = build_model(len(tokenizer)).to(device)
+    set_long_memory(model, generator)
+    modeling_nemotron_h.mamba2_chunk_scan = scan_outside_autocast(modeling_nemotron_h.mamba2_chunk_scan)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters:,} parameters", flush=True)
+
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    plain = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device == "cuda")
+    tokens = tokens.to(device)
+    span = torch.arange(args.context + 1, device=device)
+
+    def loss_of(batch):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
+            logits = model.lm_head(hidden)
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    step_loss = loss_of if args.no_compile else torch.compile(loss_of)
+    log, started, smoothed = [], time.time(), None
+    model.train()
+    for step in range(args.steps):
+        starts = torch.randint(0, len(tokens) - args.context - 1, (args.batch,), generator=generator).to(device)
+        loss = step_loss(tokens[starts[:, None] + span].long())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args.steps, args.lr, args.warmup)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 20 == 0 or step == args.steps - 1:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise SystemExit(f"step {step}: loss is {value}")
+            smoothed = value if smoothed is None else 0.8 * smoothed + 0.2 * value
+            log.append({"step": step, "loss": round(value, 4), "grad_norm": round(norm.item(), 3), "seconds": round(time.time() - started, 1)})
+            if step % 100 == 0 or step == args.steps - 1:
+                print(f"step {step} loss {smoothed:.3f} {log[-1]['seconds']} s", flush=True)
+
+    model = model.to(torch.bfloat16).cpu()
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    record = {
+        "command": vars(args),
+        "books": sorted(books),
+        "characters": characters,
+        "tokens": len(stream),
+        "parameters": parameters,
+        "half_lives": half_lives(model),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "log": log,
+    }
+    (output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record["half_lives"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
