@@ -196,7 +196,9 @@ def main():
             if not math.isfinite(value):
                 raise SystemExit(f"step {step}: loss is {value}")
             smoothed = value if smoothed is None else 0.8 * smoothed + 0.2 * value
-            log.append({"step": step, "loss": round(value, 4), "grad_norm": round(norm.item(), 3), "seconds": round(time.time() - started, 1)})
+            log.append(
+                {"step": step, "loss": round(value, 4), "grad_norm": round(norm.item(), 3), "seconds": round(time.time() - started, 1)}
+            )
             if step % 100 == 0 or step == args.steps - 1:
                 print(f"step {step} loss {smoothed:.3f} {log[-1]['seconds']} s", flush=True)
 

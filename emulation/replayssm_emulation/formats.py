@@ -99,7 +99,9 @@ def _named() -> dict[str, Format]:
         Format("mxfp6-e3m2", E3M2, "OCP MXFP6 (E3M2), block 32, E8M0 scale", "e8m0", 32),
         Format("mxfp4", E2M1, "OCP MXFP4 (E2M1), block 32, E8M0 scale", "e8m0", 32),
         Format("nvfp4", E2M1, "E2M1, block 16, E4M3 block scale, fp32 scale per head", "nvfp4", 16),
-        Format("nvfp4-4over6", E2M1, "nvfp4; a block may map its amax to 4 instead of 6", "nvfp4", 16, four_over_six="mse", scale_max=256.0),
+        Format(
+            "nvfp4-4over6", E2M1, "nvfp4; a block may map its amax to 4 instead of 6", "nvfp4", 16, four_over_six="mse", scale_max=256.0
+        ),
     ]
     return {f.name: f for f in formats}
 
@@ -120,11 +122,15 @@ def get_format(name: str) -> Format:
     found = FORMATS.get(base)
     if found and found.scale == "amax":
         if variant == "head":
-            return replace(found, name=name, per_head=True, summary=found.summary.replace("per row of d_k", "per row").replace("per row", "per head"))
+            return replace(
+                found, name=name, per_head=True, summary=found.summary.replace("per row of d_k", "per row").replace("per row", "per head")
+            )
         if variant == "unscaled" and isinstance(found.element, Minifloat):
             return replace(found, name=name, scale="none", summary=f"{found.element.name.upper()}, bare cast without a scale")
         if variant[:1] == "b" and variant[1:].isascii() and variant[1:].isdigit() and variant[1] != "0":
-            return replace(found, name=name, block=int(variant[1:]), summary=f"{found.summary.split(',')[0]}, fp32 scale per {variant[1:]} elements")
+            return replace(
+                found, name=name, block=int(variant[1:]), summary=f"{found.summary.split(',')[0]}, fp32 scale per {variant[1:]} elements"
+            )
     if found and found.scale == "e8m0" and variant in ("even", "rceil"):
         return replace(found, name=name, scale_rule=variant, summary=f"{found.summary} ({variant} rule)")
     raise UsageError(f"unknown format {name!r}: use one of {', '.join(FORMATS)} (see `replayssm-eval formats`)")

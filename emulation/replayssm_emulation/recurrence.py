@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import UsageError
 from .formats import get_format
 from .philox import READ, RECURRENCE, state_noise
-from .quantize import quantize_with_noise
+from .quantizer import quantize_with_noise
 from .schedule import segments
 from .scheme import Copy, Scheme
 
@@ -60,11 +60,15 @@ def cast_copies(fold: Tensor, scheme: Scheme, position: int, key: NoiseKey) -> t
     return recurrence, cast_copy(source, scheme.read, READ, position, key, scheme.noise_bits)
 
 
-def round_records(x: Tensor, scheme: Scheme) -> Tensor:
-    """Recorded v or k in the scheme's record format (nearest even); "model" keeps what the model supplies."""
+def round_records(x: Tensor, scheme: Scheme, prompt: int = 0) -> Tensor:
+    """v or k `[T, ...]` in the scheme's record format (nearest even), from token `prompt` on.
+
+    "model" keeps what the model supplies; a prompt is processed at once and keeps no records.
+    """
     if scheme.records in ("model", "fp32"):
         return x
-    return quantize_with_noise(x.float(), get_format(scheme.records), None).to(x.dtype)
+    recorded = quantize_with_noise(x[prompt:].float(), get_format(scheme.records), None).to(x.dtype)
+    return torch.cat([x[:prompt], recorded])
 
 
 def _prompt(q, k, v, beta, log_decay, scheme, delta, state, prompt, key):
@@ -110,7 +114,7 @@ def recurrence_steps(
     state: `[H, d_v, d_k]` before the first token, default 0; flushes: sorted positions in [prompt, T).
     The first `prompt` tokens run in full precision. Position t is the noise position of a flush after token t.
     """
-    k, v = round_records(k, scheme), round_records(v, scheme)
+    k, v = round_records(k, scheme, prompt), round_records(v, scheme, prompt)
     state, windows = _start(q, k, v, beta, log_decay, flushes, prompt, state)
     outputs, recurrence, read = _prompt(q, k, v, beta, log_decay, scheme, delta, state, prompt, key)
     trace = Trace(v)
@@ -143,7 +147,7 @@ def recurrence_windows(
         3. o_i = S exp(G_i) q_i + Σ_{j≤i} (q_i exp(G_i - G_j) k_j) u_j
         4. fold = S diag(exp(G_L)) + Σ_j u_j (exp(G_L - G_j) k_j)ᵀ
     """
-    k, v = round_records(k, scheme), round_records(v, scheme)
+    k, v = round_records(k, scheme, prompt), round_records(v, scheme, prompt)
     state, windows = _start(q, k, v, beta, log_decay, flushes, prompt, state)
     outputs, recurrence, read = _prompt(q, k, v, beta, log_decay, scheme, delta, state, prompt, key)
     trace = Trace(v)

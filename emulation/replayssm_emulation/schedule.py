@@ -2,6 +2,8 @@
 
 from .errors import UsageError
 
+PROMPT_WINDOW = 16
+
 
 def fixed_window(window: int, start: int, stop: int) -> list[int]:
     """Flush positions of a fixed window: every `window`-th token of [start, stop), counted from `start`.
@@ -27,3 +29,16 @@ def segments(flushes: list[int], start: int, stop: int) -> list[tuple[int, int, 
     if first < stop:
         cuts.append((first, stop, False))
     return cuts
+
+
+def folds(flushes: list[int], prompt: int, handover: bool, start: int, stop: int) -> list[tuple[int, bool]]:
+    """Folds of the tokens [start, stop) as (position, rounded), for a run whose first `prompt` tokens are a prompt.
+
+    A prompt runs in full precision: its folds are only a way to cut it into windows, and the one at its end writes the
+    copies when `handover` is on. From there on the flush positions rule.
+    """
+    cuts = [(p, False) for p in fixed_window(PROMPT_WINDOW, 0, prompt - 1) if p >= start]
+    if prompt > start:
+        cuts.append((prompt - 1, handover))
+    cuts += [(p, True) for p in flushes if p >= max(prompt, start)]
+    return [(p, rounded) for p, rounded in cuts if p < stop]

@@ -1,0 +1,263 @@
+"""The replay scan in plain torch: many rows side by side, a chunk of tokens at a time, rounded where decoding rounds.
+
+The arithmetic is the window form of `replayssm_emulation.recurrence`. Only the fold is sequential; what does not depend
+on the state (step 1 below) and the readout (step 3) are batched over all windows of a block.
+
+    1. ΔS = Σ_j u_j (exp(G_L - G_j) k_j)ᵀ and the attention of a window's tokens to its records
+    2. per window: fold = exp(G_L) S + ΔS, then every copy is cast from the fold
+    3. o_i = exp(G_i) S_read q_i + attention;  the flushing token reads the fold
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from replayssm_emulation import Scheme, UsageError, fixed_window, quantize_with_noise, state_noise
+from replayssm_emulation.formats import get_format
+from replayssm_emulation.philox import READ, RECURRENCE
+from replayssm_emulation.schedule import folds
+from replayssm_emulation.scheme import Copy
+from torch import Tensor
+
+# Elements of the per-window states held at once: bounds memory, changes no result.
+_BLOCK_ELEMENTS = 1 << 24
+_NOISE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Row:
+    """One batch row: a scheme, the seed and document of its noise, and the length of its prompt in tokens.
+
+    flushes: the schedule as positions; None follows the scheme's window from the end of the prompt.
+    """
+
+    scheme: Scheme
+    seed: int = 0
+    document: int = 0
+    prompt: int = 0
+    flushes: tuple[int, ...] | None = None
+
+    def folds(self, start: int, stop: int) -> tuple[tuple[int, bool], ...]:
+        """(position, rounded) of every fold in [start, stop)."""
+        flushes = self.flushes
+        if flushes is None:
+            first = self.prompt + max(0, start - self.prompt) // self.scheme.window * self.scheme.window
+            flushes = fixed_window(self.scheme.window, first, stop)
+        return tuple(folds(list(flushes), self.prompt, self.scheme.handover == "on", start, stop))
+
+
+@dataclass
+class Group:
+    """Rows that fold at the same positions: their copies `[rows, H, d_v, d_k]` and the records since the last fold."""
+
+    rows: list[int]
+    recurrence: Tensor
+    read: Tensor
+    records: tuple[Tensor, ...]  # k, v, beta, log_decay, each [rows, pending, ...]
+
+
+@dataclass
+class Carry:
+    """What a state layer keeps between chunks. position: tokens seen; flushes: flushes so far, per row."""
+
+    position: int = 0
+    groups: list[Group] = field(default_factory=list)
+    flushes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """Consecutive rows of a group that are cast alike, noise included."""
+
+    where: slice
+    copy: Copy
+    noise_bits: int
+    noise: tuple[int, int, int] | None  # (seed, document, copy), None for nearest
+
+
+def replay_scan(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, rows: Sequence[Row], carry: Carry | None, *, layer: int
+) -> tuple[Tensor, Carry]:
+    """Outputs of the next T tokens and the carry after them (plain recurrence, decay per head).
+
+    q, k: `[R, T, G, d_k]`, each group shared by H / G heads; v: `[R, T, H, d_v]`; beta: `[R, T, H]` write strength;
+    log_decay: `[R, T, H]` log α; R = len(rows). carry: None before the first token (zero state). layer: part of the
+    noise key. Inputs of any float dtype are worked on in fp32. Returns o fp32 `[R, T, H, d_v]`.
+    Cutting the tokens into other chunks, or the rows into another order, changes no rounding.
+    """
+    count, tokens, heads, d_v = v.shape
+    d_k = k.shape[-1]
+    if count != len(rows) or heads % k.shape[2]:
+        raise UsageError(f"{count} batch rows for {len(rows)} schemes, {heads} heads for {k.shape[2]} groups")
+    q, k, v, beta, log_decay = (x.float() for x in (q, k, v, beta, log_decay))
+    k, v = (_round_records(x, rows, 0 if carry is None else carry.position) for x in (k, v))
+    if carry is None:
+        carry = _first_carry(rows, v, k, heads, d_v, d_k)
+    start, stop = carry.position, carry.position + tokens
+    o = torch.empty_like(v)
+    for group in carry.groups:
+        inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
+        members = [rows[r] for r in group.rows]
+        o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer)
+        rounded = sum(r for _, r in members[0].folds(start, stop))
+        for r in group.rows:
+            carry.flushes[r] += rounded
+    carry.position = stop
+    return o, carry
+
+
+def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, heads: int, d_v: int, d_k: int) -> Carry:
+    """Zero states. Rows share a group when they fold alike; inside one, rows that are cast alike are neighbours."""
+    schedules: dict[tuple, list[int]] = {}
+    for index, row in enumerate(rows):
+        key = (row.flushes or row.scheme.window, row.prompt, row.scheme.handover if row.prompt else "")
+        schedules.setdefault(key, []).append(index)
+    carry = Carry(flushes=[0] * len(rows))
+    for members in schedules.values():
+        members.sort(key=lambda r: (str(rows[r].scheme), rows[r].seed, rows[r].document))
+        state = v.new_zeros(len(members), heads, d_v, d_k)
+        empty = [x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v, v[..., 0], v[..., 0])]
+        carry.groups.append(Group(members, state, state.clone(), tuple(empty)))
+    return carry
+
+
+def _round_records(x: Tensor, rows: Sequence[Row], position: int) -> Tensor:
+    for index, row in enumerate(rows):
+        if row.scheme.records in ("bf16", "fp16"):
+            decoded = max(0, row.prompt - position)
+            x = x.clone()
+            x[index, decoded:] = quantize_with_noise(x[index, decoded:], get_format(row.scheme.records), None)
+    return x
+
+
+def _casts(rows: Sequence[Row], which: int) -> list[_Cast]:
+    """How a group's recurrence or read copies are cast, neighbours with one cast merged. Shared rows have no READ."""
+    casts: list[_Cast] = []
+    for index, row in enumerate(rows):
+        copy = row.scheme.recurrence if which == RECURRENCE else row.scheme.read
+        if copy is None or not copy.lossy:
+            continue
+        noise = (row.seed, row.document, which) if copy.rounding == "stochastic" else None
+        last = casts[-1] if casts else None
+        if last and last.where.stop == index and (last.copy, last.noise_bits, last.noise) == (copy, row.scheme.noise_bits, noise):
+            casts[-1] = _Cast(slice(last.where.start, index + 1), copy, last.noise_bits, noise)
+        else:
+            casts.append(_Cast(slice(index, index + 1), copy, row.scheme.noise_bits, noise))
+    return casts
+
+
+class _Noise:
+    """Noise words of a group's folds, drawn for several positions at a time; rows of one key share them."""
+
+    def __init__(self, positions: Tensor, shape: tuple[int, int, int], layer: int):
+        self.positions, self.shape, self.layer = positions, shape, layer
+        heads, d_v, d_k = shape
+        self.ahead = max(1, _NOISE_ELEMENTS // (heads * d_v * d_k))
+        self.drawn: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
+
+    def words(self, key: tuple[int, int, int], index: int) -> Tensor:
+        """int64 `[H, d_v, d_k]` of the index-th fold."""
+        first, words = self.drawn.get(key, (-self.ahead, None))
+        if not first <= index < first + self.ahead:
+            seed, document, copy = key
+            heads, d_v, d_k = self.shape
+            positions = self.positions[index : index + self.ahead]
+            words = state_noise(seed, document=document, layer=self.layer, heads=heads, copy=copy, positions=positions, d_v=d_v, d_k=d_k)
+            first, self.drawn[key] = index, (index, words)
+        return words[index - first]
+
+
+def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Sequence[Row], start: int, stop: int, layer: int) -> Tensor:
+    """Outputs `[rows, T, H, d_v]` of one group; updates its copies and records in place."""
+    tokens, heads, d_v, d_k = stop - start, *group.recurrence.shape[1:]
+    pending = group.records[0].shape[1]
+    first = start - pending  # position of the first record
+    # Windows as index rows into [records, new tokens, one empty token]; short windows end in the empty token.
+    cuts = rows[0].folds(start, stop)
+    edges = [first] + [p + 1 for p, _ in cuts]
+    lengths = [b - a for a, b in zip(edges, [*edges[1:], stop], strict=True)]
+    if lengths[-1] == 0:
+        lengths.pop()
+    longest = max(lengths)
+    offsets = torch.arange(longest)
+    starts = torch.tensor(edges[: len(lengths)]) - first
+    length = torch.tensor(lengths)
+    index = torch.where(offsets < length[:, None], starts[:, None] + offsets, pending + tokens).to(q.device)
+    with_records = [torch.cat([old, new, torch.zeros_like(new[:, :1])], dim=1) for old, new in zip(group.records, inputs, strict=True)]
+    q = torch.cat([q.new_zeros(len(rows), pending, *q.shape[2:]), q, torch.zeros_like(q[:, :1])], dim=1)
+
+    noise = _Noise(torch.tensor([p for p, _ in cuts], device=q.device), (heads, d_v, d_k), layer)
+    block = max(1, _BLOCK_ELEMENTS // group.recurrence.numel())
+    outputs = []
+    for a in range(0, len(lengths), block):
+        window = index[a : a + block]
+        k, v, beta, log_decay = (x[:, window] for x in with_records)
+        outputs.append(_scan_block(q[:, window], k, v, beta, log_decay, group, rows, cuts[a : a + block], a, length[a : a + block], noise))
+    flat = torch.cat([o.flatten(1, 2) for o in outputs], dim=1)
+    real = (offsets < length[:, None]).flatten().nonzero().flatten().to(q.device)
+    tail = tokens + pending - (edges[-1] - first)
+    group.records = tuple(x[:, pending + tokens - tail : pending + tokens].clone() for x in with_records)
+    return flat[:, real[pending:]]
+
+
+def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, length, noise: _Noise) -> Tensor:
+    """Windows `[rows, W, L, ...]` of a group in order; `cuts` has one entry per window that ends in a fold."""
+    count, windows, longest, heads, d_v = v.shape
+    groups, d_k = k.shape[3:]
+    share = heads // groups
+    g = log_decay.cumsum(2)
+    u = beta.unsqueeze(-1) * v
+    q, k = (x.transpose(2, 3) for x in (q, k))  # [rows, W, G, L, d_k]
+
+    def by_group(x: Tensor) -> Tensor:
+        """[rows, W, L, H, d_v] -> [rows, W, G, share * d_v, L]: the heads of a group share its keys."""
+        return x.movedim(2, -1).reshape(count, windows, groups, share * d_v, longest)
+
+    # 1. what does not depend on the state
+    to_end = (g[:, :, -1:] - g).exp().unsqueeze(-1)
+    delta = (by_group(u * to_end) @ k).view(count, windows, heads, d_v, d_k)
+    causal = torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril()
+    between = (g.transpose(2, 3).unsqueeze(-1) - g.transpose(2, 3).unsqueeze(-2)).masked_fill_(~causal, -torch.inf).exp_()
+    scores = (q @ k.transpose(-1, -2)).repeat_interleave(share, dim=2) * between  # [rows, W, H, i, j]
+    o = scores @ u.transpose(2, 3)  # [rows, W, H, L, d_v]
+
+    # 2. fold and cast, window after window
+    decay = g[:, :, -1].exp()[..., None, None]
+    reads = torch.empty_like(delta)
+    recurrence_casts, read_casts = _casts(rows, RECURRENCE), _casts(rows, READ)
+    shared = [i for i, row in enumerate(rows) if row.scheme.read is None]
+    chained = {i for i, row in enumerate(rows) if row.scheme.cast == "chained"}
+
+    def cast(casts, source: Tensor, target: Tensor, index: int) -> None:
+        for c in casts:
+            words = noise.words(c.noise, index) if c.noise else None
+            target[c.where] = quantize_with_noise(source[c.where], c.copy.format, words, c.noise_bits)
+
+    for w in range(windows):
+        reads[:, w] = group.read
+        if w >= len(cuts):
+            break
+        fold = torch.addcmul(delta[:, w], group.recurrence, decay[:, w], out=delta[:, w])
+        group.recurrence = fold.clone()
+        group.read = fold.clone()
+        if cuts[w][1]:
+            cast(recurrence_casts, fold, group.recurrence, fold_index + w)
+            source = fold
+            if chained:
+                source = fold.clone()
+                source[list(chained)] = group.recurrence[list(chained)]
+            cast(read_casts, source, group.read, fold_index + w)
+            group.read[shared] = group.recurrence[shared]
+
+    # 3. readout
+    read = reads.view(count, windows, groups, share * d_v, d_k) @ q.transpose(-1, -2)
+    o = o + read.view(count, windows, heads, d_v, longest).transpose(-1, -2) * g.transpose(2, 3).exp().unsqueeze(-1)
+    flushed = torch.arange(len(cuts), device=q.device)
+    last = length[: len(cuts)].to(q.device) - 1
+    q_last = q.transpose(2, 3)[:, flushed, last]  # [rows, F, G, d_k]
+    folds = delta[:, : len(cuts)].reshape(count, len(cuts), groups, share * d_v, d_k)
+    from_fold = (folds @ q_last.unsqueeze(-1)).view(count, len(cuts), heads, d_v)
+    reads_fold = torch.tensor([row.scheme.flush_reads == "fold" for row in rows], device=q.device).view(-1, 1, 1, 1)
+    o = o.transpose(2, 3).contiguous()  # [rows, W, L, H, d_v]
+    o[:, flushed, last] = torch.where(reads_fold, from_fold, o[:, flushed, last])
+    return o

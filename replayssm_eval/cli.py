@@ -1,0 +1,243 @@
+"""The command line. Heavy imports happen inside commands, so that --help answers at once."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from replayssm_emulation.errors import RunError, UsageError
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
+app = typer.Typer(
+    help="How far does a model drift when its recurrent state is stored in low precision, and from which position on?",
+    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, context_settings=_SETTINGS,
+)  # fmt: skip
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
+
+
+def _console(stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=stderr)
+
+
+def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Values of a YAML file become the defaults of the flags; flags on the command line win."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path}: not a mapping of options to values")
+    parameters = {name.lstrip("-").replace("-", "_"): p for p in ctx.command.params for name in (*p.opts, p.name or "")}
+    defaults = {}
+    for key, value in values.items():
+        parameter = parameters.get(str(key).replace("-", "_"))
+        if parameter is None:
+            known = ", ".join(sorted({(p.name or "").replace("_", "-") for p in ctx.command.params}))
+            raise UsageError(f"--config {path}: unknown option {key!r}; known: {known}")
+        several = getattr(parameter, "multiple", False)
+        defaults[parameter.name] = [str(v) for v in (value if isinstance(value, list) else [value])] if several else value
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
+    return path
+
+
+def _listing(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+    if as_json:
+        keys = [c.replace(" ", "_") for c in columns]
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column == columns[0])
+    for row in rows:
+        table.add_row(*map(Text, row))
+    _console().print(table)
+
+
+@app.command(epilog="Example: replayssm-eval formats --json")
+def formats(as_json: Json = False) -> None:
+    """List the number formats that a state can be stored in."""
+    from replayssm_emulation.formats import FORMATS
+
+    rows = [(f.name, f"{f.bits_per_element(64, 128):.3g}", f.summary) for f in FORMATS.values()]
+    rows += [("NAME-head, NAME-bN", "", "fp8, fp8-e5m2 and int formats: one scale per head, or per N elements of a row"),
+             ("NAME-unscaled", "", "fp8 and fp8-e5m2: a bare cast without a scale"), ("NAME-even, NAME-rceil", "", "mx formats: other scale rules")]  # fmt: skip
+    _listing("Formats (bits per element of a 64 x 128 head, scales included)", ("format", "bits", "what it is"), rows, as_json)
+
+
+@app.command(epilog="Example: replayssm-eval schemes")
+def schemes(as_json: Json = False) -> None:
+    """Explain how a scheme is spelled; list its options and the presets."""
+    from replayssm_emulation.scheme import OPTIONS, PRESETS, parse_scheme
+
+    rows = [(text, parse_scheme(text).describe()) for text in ("fp32", "nvfp4@16", "nvfp4-rn@16", "fp8@1", "nvfp4/fp16@16")]
+    rows += [(name, f"{summary} = {spelled}") for name, (spelled, summary) in PRESETS.items()]
+    for option, (allowed, default, summary) in OPTIONS.items():
+        values = "1..32" if allowed is int else "|".join(allowed)
+        rows.append((f"+{option}={values}", f"{summary} (default {default})"))
+    _listing(
+        "Schemes: FORMAT[@L] shared, READ/RECURRENCE[@L] separate; -rn nearest, -sr stochastic; +key=value options",
+        ("scheme", "what it means"),
+        rows,
+        as_json,
+    )
+
+
+@app.command(epilog="Example: replayssm-eval models")
+def models(as_json: Json = False) -> None:
+    """List the models that have a name; hub ids and local folders work too."""
+    from .models import REGISTRY
+
+    rows = [(m.name, "in the package" if m.testbed else m.location, m.summary) for m in REGISTRY.values()]
+    _listing("Models", ("name", "location", "what it is"), rows, as_json)
+
+
+@app.command(epilog="Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 --tokens 16384 --output out")
+def kl(
+    model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")] = "tiny-mamba2",
+    scheme: Annotated[list[str] | None, typer.Option(help="How the state is stored, e.g. nvfp4/fp16@16 (see `schemes`). Repeatable.")] = None,
+    corpus: Annotated[str, typer.Option(help="builtin, pg19, or a .txt/.jsonl/.parquet file or a folder of them.")] = "builtin",
+    books: Annotated[list[str] | None, typer.Option(help="Book by title or index; repeatable. Default: the first.")] = None,
+    split: Annotated[str, typer.Option(help="Split of pg19.")] = "test",
+    text_key: Annotated[str | None, typer.Option(help="Key or column of the text, if it is not `text` or `book_text`.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of every book to read.")] = 16384,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens that run in full precision before decoding starts.")] = 0,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass: memory and progress, not the result.")] = 2048,
+    seed: Annotated[list[int] | None, typer.Option(help="Seed of the rounding noise; repeatable, each is a row. Default 0.")] = None,
+    dtype: Annotated[str, typer.Option(help="Weights: auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device_map: Annotated[str | None, typer.Option(help="Spread the layers over devices (accelerate), e.g. auto.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")] = False,
+    follow_hf_clamp: Annotated[bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/kl-MODEL-TIME.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Teacher-forced KL of every scheme against fp32 state, by token position."""
+    from replayssm_emulation import parse_scheme
+
+    for text in scheme or []:  # before torch is imported: a typing error should cost no wait
+        parse_scheme(text)
+    from .kl import DEFAULT_SCHEMES, KlOptions, run_kl
+
+    options = KlOptions(
+        model=model, schemes=scheme or DEFAULT_SCHEMES, corpus=corpus, books=books or (), split=split, text_key=text_key, tokens=tokens,
+        prompt_tokens=prompt_tokens, chunk_size=chunk_size, seeds=seed or (0,), dtype=dtype, device=device, device_map=device_map,
+        revision=revision, trust_remote_code=trust_remote_code, follow_hf_clamp=follow_hf_clamp,
+    )  # fmt: skip
+    with _progress(quiet) as update:
+        result = run_kl(options, output=output, overwrite=overwrite, resume=resume, progress=update)
+    if as_json:
+        print((Path(result["output"]) / "kl.json").read_text(encoding="utf-8"), end="")
+    else:
+        _print_kl(result)
+    for problem in result["problems"]:
+        print(f"replayssm-eval: {problem}", file=sys.stderr)
+    if result["status"] == "interrupted":
+        print(f"replayssm-eval: interrupted after {result['tokens']} tokens; finished chunks are in {result['output']}", file=sys.stderr)
+        raise typer.Exit(130)
+    if result["status"] != "complete":
+        raise typer.Exit(1)
+
+
+class _progress:
+    """Progress on stderr: a bar on a terminal, a line per chunk elsewhere; nothing with --quiet."""
+
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+
+    def __enter__(self) -> Callable[[Any], None]:
+        console = _console(stderr=True)
+        self.bar = None
+        if self.quiet:
+            return lambda _: None
+        if not console.is_terminal:
+            return lambda p: print(f"{p.book}: {p.done}/{p.total} tokens  {self._running(p)}", file=sys.stderr, flush=True)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[kl]}"),
+        )
+        self.bar = Progress(*columns, console=console, transient=True)
+        self.bar.start()
+        tasks: dict[str, Any] = {}
+
+        def update(p: Any) -> None:
+            if p.book not in tasks:
+                tasks[p.book] = self.bar.add_task(p.book, total=p.total, kl="")
+            self.bar.update(tasks[p.book], completed=p.done, kl=self._running(p))
+
+        return update
+
+    @staticmethod
+    def _running(p: Any) -> str:
+        return "KL " + "  ".join(f"{name} {value:.2g}" for name, value in p.kl.items())
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+
+def _print_kl(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from . import report
+
+    table = Table(title="Mean KL against fp32 state, nats per token, by position", title_justify="left", box=None, pad_edge=False)
+    columns = [f"{report._thousands(a)}–{report._thousands(b)}" for a, b in result["bins"]]
+    for column in ("scheme", *columns, "all", "p99", "same top-1", "ΔNLL"):
+        table.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
+    for row in result["rows"]:
+        if row["role"] != "reference":
+            figures = [report.number(v) for v in (*row["kl_mean"], row["kl"], row["kl_p99"])]
+            table.add_row(
+                report.label(row), *figures, report.number(row["same_top1_overall"], 4), report.number(row["nll_difference_overall"], 2)
+            )
+    console = _console()
+    console.print(table)
+    for line in report.reading(result):
+        console.print(line)
+    print(f"figure: {result['output']}/kl.png   report: {result['output']}/report.html")
+
+
+def main() -> None:
+    """Entry point: one clear line and the right exit code instead of a traceback."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except UsageError as error:
+        print(f"replayssm-eval: {error}", file=sys.stderr)
+        code = 2
+    except RunError as error:
+        print(f"replayssm-eval: {error}", file=sys.stderr)
+        code = 1
+    except (KeyboardInterrupt, click.Abort):
+        print("replayssm-eval: interrupted before the first chunk was finished", file=sys.stderr)
+        code = 130
+    sys.exit(code or 0)
+
+
+if __name__ == "__main__":
+    main()

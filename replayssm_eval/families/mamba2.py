@@ -1,0 +1,41 @@
+"""Mamba-2 layers (mamba2, nemotron_h): v = x, β = Δ, α = exp(A·Δ), k = B, q = C; the skip D·x stays outside the state."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def patches(session):
+    """Replacements for the two recurrence functions of a transformers Mamba-2 modeling file.
+
+    Δ is computed in fp32 whatever the model's dtype. The many-token function of transformers clamps Δ from below, its
+    one-token function does not; decoding is what is emulated, so neither clamps here unless the session follows HF.
+    """
+
+    def step_size(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
+        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+        return F.softplus(dt) if dt_softplus else dt
+
+    def mamba2_chunk_scan(
+        hidden_states, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
+        dt_limit=(0.0, float("inf")), return_final_states=False, **kwargs,
+    ):  # fmt: skip
+        """x `[R, T, H, d_v]`, dt `[R, T, H]`, A `[H]`, B and C `[R, T, G, d_k]` -> y fp32 `[R, T, H, d_v]`."""
+        step = step_size(dt, dt_bias, dt_softplus)
+        if session.follow_hf_clamp:
+            step = step.clamp(*dt_limit)
+        y, state = session.scan(C, B, hidden_states, step, step * A.float(), initial_states)
+        if D is not None:
+            y = y + D.float()[..., None] * hidden_states.float()
+        return (y, state) if return_final_states else y
+
+    def mamba2_selective_state_update(state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **kwargs):
+        """One token: x and dt `[R, H, d_v]`, A `[H, d_v, d_k]`, B and C `[R, G, d_k]` -> y `[R, H, d_v]`."""
+        step = step_size(dt[:, None, :, 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
+        y, new_state = session.scan(C[:, None], B[:, None], hidden_states[:, None], step, step * A[:, 0, 0].float(), state)
+        state.copy_(new_state)
+        y = y[:, 0]
+        if D is not None:
+            y = y + D.float() * hidden_states.float()
+        return y if z is None else y * F.silu(z.float())
+
+    return {"mamba2_chunk_scan": mamba2_chunk_scan, "mamba2_selective_state_update": mamba2_selective_state_update}

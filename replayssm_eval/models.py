@@ -1,0 +1,106 @@
+"""Models by name: the shipped testbed, the registry of hub ids, any other hub id or local folder."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replayssm_emulation import UsageError
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """name: what the user types. location: hub id, or a folder inside the package for a testbed."""
+
+    name: str
+    location: str
+    summary: str
+    testbed: bool = False
+
+
+REGISTRY = {
+    entry.name: entry
+    for entry in (
+        ModelEntry(
+            "tiny-mamba2", "tiny-mamba2", "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books", testbed=True
+        ),
+        ModelEntry("nemotron-3-nano-4b", "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "42 layers, 21 Mamba-2 of 96 heads x 80 x 128"),
+        ModelEntry(
+            "nemotron-3-nano-30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "52 layers, 23 Mamba-2 of 64 heads x 64 x 128, MoE"
+        ),
+        ModelEntry(
+            "nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "88 layers, 40 Mamba-2 of 128 heads x 64 x 128, MoE"
+        ),
+    )
+}
+
+
+@dataclass
+class Loaded:
+    """A model in eval mode with its tokenizer. info: what goes into results (name, location, dtype, device, ...)."""
+
+    model: Any
+    tokenizer: Any
+    info: dict[str, Any]
+
+
+def load(
+    name: str, *, dtype: str = "auto", device: str = "auto", device_map: str | None = None, revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:  # fmt: skip
+    """The model called `name`: a registry name, a hub id or a local folder.
+
+    dtype: "auto" is float32 for a testbed and the checkpoint's own otherwise. device: "auto" is the GPU when there is one.
+    device_map: handed to accelerate. Raises UsageError when the model cannot be had or was not loaded completely.
+    """
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from .families import family_of
+
+    entry = REGISTRY.get(name)
+    location = str(_ASSETS / entry.location) if entry and entry.testbed else entry.location if entry else name
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype}: use auto, float32, bfloat16 or float16")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto" and entry and entry.testbed:
+        torch_dtype = torch.float32
+    # Notices about optional fast kernels would send users after packages that are replaced here anyway.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(location, **common)
+        family_of(config.get_text_config())  # refuse before the weights are fetched
+        tokenizer = AutoTokenizer.from_pretrained(location, **common)
+        placement = {"device_map": device_map} if device_map else {}
+        model, report = AutoModelForCausalLM.from_pretrained(
+            location, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **placement, **common
+        )
+    except UsageError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        advice = "pass --model tiny-mamba2 (in the package), or a folder with config.json, safetensors and tokenizer"
+        raise UsageError(f"model {name} ({location}) cannot be loaded: {reason}; {advice}") from None
+    faults = {kind: sorted(report[kind])[:3] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") if report.get(kind)}
+    if faults:
+        raise UsageError(f"model {name}: weights do not fit the model: {faults}; a result would come from made-up weights")
+    if not device_map:
+        model = model.to(device)
+    model = model.eval()
+    info = {
+        "name": name,
+        "location": entry.location if entry else name,
+        "revision": getattr(config, "_commit_hash", None) or revision,
+        "type": config.model_type,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+    return Loaded(model, tokenizer, info)

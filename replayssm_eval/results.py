@@ -1,0 +1,111 @@
+"""Result files: written whole or not at all, with where they came from."""
+
+import datetime
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from replayssm_emulation import UsageError
+
+SCHEMA_KL = "replayssm-eval/kl@1"
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with numpy scalars and arrays as plain numbers and lists, and every non-finite number as None."""
+    if isinstance(value, dict):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file so that a kill at any moment leaves the old file or the new one: temporary file, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> str:
+    """Write `value` as strict JSON (no NaN) and return the text."""
+    text = json.dumps(jsonable(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, text)
+    return text
+
+
+def default_output(command: str, model: str) -> Path:
+    """runs/<command>-<model>-<UTC time>/"""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    return Path("runs") / f"{command}-{model.strip('/').replace('/', '--')}-{stamp}"
+
+
+def claim_output(output: Path, ours: Iterable[str], overwrite: bool, resume: bool) -> None:
+    """Refuse a folder that holds anything, unless told otherwise; with `overwrite`, remove our own files there.
+
+    Nothing is created: the folder appears with the first result.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UsageError(f"{output} is a file: --output names a folder")
+    if resume:
+        return
+    if any(output.iterdir()) and not overwrite:
+        raise UsageError(f"{output} already holds a run: pass --overwrite, --resume or another --output")
+    for name in ours:
+        path = output / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def provenance(started: datetime.datetime) -> dict[str, Any]:
+    """What is needed to repeat a run: command, versions, machine, time and peak memory."""
+    import torch
+
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy", "tokenizers")}
+    try:
+        versions["replayssm-eval"] = metadata.version("replayssm-eval")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        versions["replayssm-eval"] = "source"
+    try:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    except ImportError:  # Windows
+        peak = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "started": started.isoformat(timespec="seconds"),
+        "seconds": round((datetime.datetime.now(datetime.UTC) - started).total_seconds(), 1),
+        "peak_memory_gib": None if peak is None else round(peak, 2),
+        "peak_gpu_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
+    }

@@ -1,0 +1,268 @@
+"""Run schemes inside a Hugging Face model: one batch row per scheme, one set of copies per state layer."""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import transformers
+from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
+from replayssm_kernels import Carry, Row, replay_scan
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from .families import family_of
+
+_PROBE_TOKENS = (17, 23)
+
+
+class Session:
+    """What `attach` yields: the rows, the state of every layer, and what was seen of both.
+
+    rows: one `Row` per batch row. layers: index of every state layer. tokens: tokens that the states have seen.
+    """
+
+    def __init__(self, rows: Sequence[Row], layers: Sequence[int], follow_hf_clamp: bool = False):
+        self.rows = list(rows)
+        self.layers = list(layers)
+        self.follow_hf_clamp = follow_hf_clamp
+        self._carries: dict[int, Carry] = {}
+        self._serials: dict[int, int] = {}
+        self._next_serial = 0
+        self._layer: int | None = None
+        self._scanned: list[int] = []
+        self._finite: dict[int, Tensor] = {}
+        self._inputs: dict[int, dict[str, Any]] = {}
+
+    @property
+    def tokens(self) -> int:
+        return min((c.position for c in self._carries.values()), default=0)
+
+    @property
+    def flushes(self) -> list[int]:
+        """Rounded folds so far, per row, in one state layer."""
+        return list(self._carries[self.layers[0]].flushes) if self._carries else [0] * len(self.rows)
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The recurrence of the layer that is running; shapes as in `replay_scan`.
+
+        state: what the HF cache holds for this layer. None starts a sequence; otherwise it must be the token that the
+        previous call returned. Returns (o, token): the states themselves stay here, the cache carries `[R, 2]` with
+        the sequence's serial number and length.
+        """
+        layer = self._layer
+        if layer is None:
+            raise RunError("a state layer ran outside its mixer: the hook that names the layer did not fire")
+        if len(v) != len(self.rows):
+            raise UsageError(
+                f"the model was called with batch {len(v)}, but {len(self.rows)} schemes are attached: give one row per scheme"
+            )
+        carry = None
+        if state is None:
+            self._serials[layer] = self._next_serial = self._next_serial + 1
+        else:
+            carry = self._carries.get(layer)
+            serial, position = (int(x) for x in state[0].tolist())
+            if carry is None or (serial, position) != (self._serials[layer], carry.position):
+                raise RunError(f"layer {layer}: the cache belongs to another sequence than the attached state; start with a new cache")
+        self._inputs[layer] = {
+            "heads": v.shape[2],
+            "d_v": v.shape[3],
+            "d_k": k.shape[3],
+            "dtypes": (v.dtype, k.dtype, beta.dtype, log_decay.dtype),
+        }
+        o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer)
+        self._carries[layer] = carry
+        self._scanned.append(layer)
+        self._finite[layer] = torch.isfinite(o).flatten(1).all(1)
+        token = torch.tensor([self._serials[layer], carry.position], dtype=torch.float32, device=v.device)
+        return o, token.expand(len(self.rows), 2).clone()
+
+    def first_nonfinite_layer(self, row: int) -> int | None:
+        """The lowest state layer whose last output was not finite in `row`."""
+        return next((layer for layer in self.layers if layer in self._finite and not self._finite[layer][row]), None)
+
+    def manifest(self, model: nn.Module | None = None, cache: Any = None) -> list[dict[str, Any]]:
+        """Per state layer, read back from the live state: shape, copies, dtypes of state, records and conv state."""
+        entries = []
+        for layer in self.layers:
+            if layer not in self._carries:
+                continue
+            seen = self._inputs[layer]
+            state_dtypes = {str(t.dtype).removeprefix("torch.") for g in self._carries[layer].groups for t in (g.recurrence, g.read)}
+            v, k, beta, decay = (str(d).removeprefix("torch.") for d in seen["dtypes"])
+            entry = {
+                "layer": layer,
+                "heads": seen["heads"],
+                "d_v": seen["d_v"],
+                "d_k": seen["d_k"],
+                "state_held_in": sorted(state_dtypes),
+                "records": {"v": v, "k": k, "beta": beta, "log_decay": decay},
+            }
+            conv = cache.layers[layer].conv_states[0] if cache is not None and hasattr(cache.layers[layer], "conv_states") else None
+            if conv is not None:
+                entry["conv_state"] = str(conv.dtype).removeprefix("torch.")
+            entries.append(entry)
+        return entries
+
+    def _begin(self, layer: int) -> None:
+        self._layer = layer
+
+    def _end_of_forward(self) -> None:
+        scanned, self._scanned, self._layer = self._scanned, [], None
+        if sorted(scanned) != self.layers:
+            missing = sorted(set(self.layers) - set(scanned)) or scanned
+            raise RunError(f"state hook did not run exactly once in layers {missing}: another kernel bypasses the recurrence functions")
+
+    def start(self, rows: Sequence[Row]) -> None:
+        """Forget every state and go on with these rows: the next forward pass must begin a new sequence."""
+        self.rows = list(rows)
+        self._carries.clear()
+        self._finite.clear()
+
+
+def state_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Layer index -> mixer of every layer that holds a recurrent state. Raises UsageError when there is none."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    family = family_of(config)
+    found = {m.layer_idx: m for m in model.modules() if type(m).__name__ == family.mixer}
+    if not found:
+        raise UsageError(f"this {config.model_type} model has no state layer (no {family.mixer}): there is nothing to round")
+    declared = getattr(config, "layer_types", None)
+    if declared is not None and config.model_type != "mamba2":
+        expected = [i for i, kind in enumerate(declared) if kind in ("linear_attention", "hybrid")]
+        if sorted(found) != expected:
+            raise UsageError(f"state layers found at {sorted(found)}, but the config declares {expected}")
+    return dict(sorted(found.items()))
+
+
+def as_rows(schemes: Sequence[str | Scheme | Row], seed: int = 0, document: int = 0, prompt: int = 0) -> list[Row]:
+    """One `Row` per scheme; a `Row` passes through unchanged."""
+    rows = []
+    for scheme in schemes:
+        if isinstance(scheme, str):
+            scheme = parse_scheme(scheme)
+        rows.append(scheme if isinstance(scheme, Row) else Row(scheme, seed, document, prompt))
+    if not rows:
+        raise UsageError("no scheme given: attach needs at least one row")
+    return rows
+
+
+@contextmanager
+def attach(
+    model: nn.Module, schemes: Sequence[str | Scheme | Row], *, seed: int = 0, document: int = 0, prompt: int = 0,
+    follow_hf_clamp: bool = False, probe: bool = True,
+) -> Iterator[Session]:  # fmt: skip
+    """Inside the block, batch row i of `model` keeps its recurrent state as `schemes[i]` says.
+
+    model: a transformers model in eval mode; it must be called with batch = len(schemes), and a sequence lasts as long
+    as the HF cache it is given. seed, document, prompt: applied to schemes that are not `Row`s already.
+    follow_hf_clamp: clamp Mamba-2's Δ as the many-token path of transformers does (decoding does not clamp).
+    probe: first check that one pass, two chunks and single tokens agree, and that the unpatched model does too.
+    Everything is put back on exit, also after an error.
+    Raises UsageError for a model that cannot be emulated, RunError when the probe or a hook fails.
+    """
+    rows = as_rows(schemes, seed, document, prompt)
+    mixers = state_layers(model)
+    family = family_of(model.config.get_text_config())
+    module = importlib.import_module(family.modeling)
+    if model.training:
+        raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
+    if getattr(module, "_replayssm_session", None) is not None:
+        raise UsageError(f"another session is attached to {family.modeling}: leave it first")
+    session = Session(rows, list(mixers), follow_hf_clamp)
+    unpatched = _probe_unpatched(model) if probe else None
+    with ExitStack() as stack:
+        for name, function in {**family.patches(session), **_mask_patch(model), "_replayssm_session": session}.items():
+            _set_until_exit(stack, module, name, function)
+        for layer, mixer in mixers.items():
+            hook = mixer.register_forward_pre_hook(lambda *_, layer=layer: session._begin(layer))
+            stack.callback(hook.remove)
+        stack.callback(base_model(model).register_forward_hook(lambda *_: session._end_of_forward()).remove)
+        if probe:
+            _probe(model, session, unpatched)
+            session.start(rows)
+        yield session
+
+
+def _set_until_exit(stack: ExitStack, module: Any, name: str, value: Any) -> None:
+    if hasattr(module, name):
+        stack.callback(setattr, module, name, getattr(module, name))
+    elif name.startswith("_replayssm"):
+        stack.callback(delattr, module, name)
+    else:
+        raise RunError(f"{module.__name__} of transformers {transformers.__version__} has no {name}: this version is not supported")
+    setattr(module, name, value)
+
+
+def _mask_patch(model: nn.Module) -> dict[str, Any]:
+    """A hybrid class without attention layers fails to size a mask that no layer reads: give it none."""
+    kinds = getattr(model.config, "layer_types", None)
+    if model.config.model_type == "nemotron_h" and kinds and "full_attention" not in kinds:
+        return {"create_causal_mask": lambda *args, **kwargs: None}
+    return {}
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model without its head: the module whose output is the last hidden state."""
+    return getattr(model, model.base_model_prefix)
+
+
+def hidden_states(model: nn.Module, ids: Tensor, cache: Any, position: int) -> Tensor:
+    """Last hidden states `[R, T, hidden]` of the tokens `ids` `[R, T]` at `position`, continuing `cache` (or None)."""
+    inner = base_model(model)
+    kwargs: dict[str, Any] = {"use_cache": cache is not None, "cache": cache}
+    # Some families do not offset positions by the cache's length, others cannot tell it: always say them.
+    if "position_ids" in inspect.signature(inner.forward).parameters:
+        kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device).unsqueeze(0)
+    return inner(input_ids=ids, **kwargs).last_hidden_state
+
+
+def _probe_ids(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.get_output_embeddings().weight.shape[0]
+    return torch.randint(0, vocab, (1, sum(_PROBE_TOKENS)), generator=generator).to(model.device)
+
+
+@torch.inference_mode()
+def _probe_unpatched(model: nn.Module) -> Tensor:
+    return model(input_ids=_probe_ids(model), use_cache=False).logits.float()
+
+
+@torch.inference_mode()
+def _probe(model: nn.Module, session: Session, unpatched: Tensor) -> None:
+    """One pass = two chunks = single tokens = the unpatched model, for one fp32 row of a few dozen tokens.
+
+    A restarted or skipped state is wrong by the size of the logits themselves. Honest rounding is far smaller: errors of
+    one unit roundoff u per operation add up like a random walk over ~10 operations a layer, and the limit is 64 times
+    that (at most a quarter).
+    """
+    ids = _probe_ids(model)
+    head = model.get_output_embeddings()
+    roundoff = torch.finfo(head.weight.dtype).eps / 2
+    limit = min(0.25, 64 * roundoff * (10 * model.config.get_text_config().num_hidden_layers) ** 0.5)
+
+    def logits(pieces: Sequence[int]) -> Tensor:
+        session.start(as_rows(["fp32"]))
+        cache, position, parts = DynamicCache(config=model.config), 0, []
+        for length in pieces:
+            parts.append(head(hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype)).float())
+            position += length
+        return torch.cat(parts, dim=1)
+
+    whole = logits([ids.shape[1]])
+    # The unpatched many-token path may clamp Δ and may work in the model's dtype: the same model, but not its roundoff.
+    against = {
+        "two chunks": (logits(_PROBE_TOKENS), limit),
+        "single tokens": (logits([1] * ids.shape[1]), limit),
+        "the unpatched model": (unpatched, 0.25),
+    }
+    for name, (other, allowed) in against.items():
+        error = ((other - whole).norm() / whole.norm()).item()
+        if not error <= allowed:
+            raise RunError(
+                f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {allowed:.2g}); this model does not "
+                f"continue a cached state correctly with transformers {transformers.__version__}"
+            )

@@ -1,0 +1,90 @@
+"""Position bins, quantiles, entropy buckets and intervals of per-token series."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+FIRST_BIN = 1024
+QUANTILES = {"kl_p01": 0.01, "kl_p10": 0.1, "kl_median": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99, "kl_p999": 0.999}
+ENTROPY_EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, np.inf)  # nats, of the reference
+_BLOCKS_PER_BIN, _SHORTEST_BLOCK, _FEWEST_BLOCKS, _FEWEST_BOOKS = 32, 64, 8, 8
+_RESAMPLES = 1000
+
+
+def position_bins(tokens: int, first: int = FIRST_BIN) -> list[tuple[int, int]]:
+    """[0, first), [first, 2·first), [2·first, 4·first), ... up to `tokens`."""
+    edges = [0]
+    while edges[-1] < tokens:
+        edges.append(min(tokens, first if len(edges) == 1 else 2 * edges[-1]))
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def mean(values: np.ndarray) -> float | None:
+    """Mean of the finite values, None when there is none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean(dtype=np.float64)) if finite.size else None
+
+
+def bootstrap_mean(series: np.ndarray) -> list[float] | None:
+    """95% interval of the mean of `series` `[books, tokens]` (percentile bootstrap, fixed seed).
+
+    Tokens of one text are autocorrelated, so whole books are resampled when there are at least 8, and otherwise blocks
+    of consecutive tokens (32 per book and bin, at least 64 tokens each). None when there are fewer than 8 blocks.
+    """
+    books, tokens = series.shape
+    length = tokens if books >= _FEWEST_BOOKS else max(_SHORTEST_BLOCK, -(-tokens // _BLOCKS_PER_BIN))
+    cuts = range(0, tokens, length)
+    finite = np.isfinite(series)
+    clean = np.where(finite, series, 0.0).astype(np.float64)
+    sums = np.add.reduceat(clean, cuts, axis=1).ravel()
+    sizes = np.add.reduceat(finite, cuts, axis=1, dtype=np.int64).ravel()
+    sums, sizes = sums[sizes > 0], sizes[sizes > 0]
+    if len(sums) < _FEWEST_BLOCKS:
+        return None
+    if np.ptp(sums / sizes) == 0:
+        return [float(sums[0] / sizes[0])] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        result = stats.bootstrap(
+            (sums, sizes), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, vectorized=True, n_resamples=_RESAMPLES,
+            method="percentile", rng=np.random.default_rng(0),
+        )  # fmt: skip
+    return [float(result.confidence_interval.low), float(result.confidence_interval.high)]
+
+
+def row_statistics(
+    kl: np.ndarray, same_top1: np.ndarray, nll: np.ndarray, reference_nll: np.ndarray, entropy: np.ndarray, bins: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """The numbers of one row of `kl.json` from its per-token series, each `[books, tokens]`; entropy is the reference's.
+
+    Non-finite KL values are counted and kept out of every mean and quantile.
+    """
+    finite = kl[np.isfinite(kl)]
+    change = nll - reference_nll
+    delta_p = np.exp(-nll.astype(np.float64)) - np.exp(-reference_nll.astype(np.float64))
+    # Half-open buckets; entropy may be -0.0 or a rounding below 0.
+    bucket = np.digitize(np.maximum(entropy, 0), ENTROPY_EDGES[1:-1])
+    quantiles = np.quantile(finite.astype(np.float64), list(QUANTILES.values())) if finite.size else [None] * len(QUANTILES)
+    return {
+        "kl_mean": [mean(kl[:, a:b]) for a, b in bins],
+        "kl_ci95": [bootstrap_mean(kl[:, a:b]) for a, b in bins],
+        "kl": mean(kl),
+        "kl_overall_ci95": bootstrap_mean(kl),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+        "kl_min": finite.min() if finite.size else None,
+        "kl_max": finite.max() if finite.size else None,
+        "kl_by_entropy": [mean(kl[bucket == i]) for i in range(len(ENTROPY_EDGES) - 1)],
+        "negative_kl": int((finite < 0).sum()),
+        "same_top1": [mean(same_top1[:, a:b].astype(np.float64)) for a, b in bins],
+        "same_top1_overall": mean(same_top1.astype(np.float64)),
+        "nll": [mean(nll[:, a:b]) for a, b in bins],
+        "nll_difference": [mean(change[:, a:b]) for a, b in bins],
+        "nll_difference_overall": mean(change),
+        "nll_difference_ci95": bootstrap_mean(change),
+        "perplexity_ratio": None if mean(change) is None else float(np.exp(mean(change))),
+        "delta_p_mean": mean(delta_p),
+        "delta_p_rms": None if mean(delta_p**2) is None else float(np.sqrt(mean(delta_p**2))),
+        "nonfinite": int((~np.isfinite(kl)).sum()),
+    }
