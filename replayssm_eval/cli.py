@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,12 @@ from replayssm_emulation.errors import RunError, UsageError
 _SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
 app = typer.Typer(
     help="How far does a model drift when its recurrent state is stored in low precision, and from which position on?",
-    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, context_settings=_SETTINGS,
-)  # fmt: skip
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings=_SETTINGS,
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 
@@ -50,7 +54,7 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def _listing(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+def _listing(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
     if as_json:
         keys = [c.replace(" ", "_") for c in columns]
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
@@ -72,8 +76,11 @@ def formats(as_json: Json = False) -> None:
     from replayssm_emulation.formats import FORMATS
 
     rows = [(f.name, f"{f.bits_per_element(64, 128):.3g}", f.summary) for f in FORMATS.values()]
-    rows += [("NAME-head, NAME-bN", "", "fp8, fp8-e5m2 and int formats: one scale per head, or per N elements of a row"),
-             ("NAME-unscaled", "", "fp8 and fp8-e5m2: a bare cast without a scale"), ("NAME-even, NAME-rceil", "", "mx formats: other scale rules")]  # fmt: skip
+    rows += [
+        ("NAME-head, NAME-bN", "", "fp8, fp8-e5m2 and int formats: one scale per head, or per N elements of a row"),
+        ("NAME-unscaled", "", "fp8 and fp8-e5m2: a bare cast without a scale"),
+        ("NAME-even, NAME-rceil", "", "mx formats: other scale rules"),
+    ]
     _listing("Formats (bits per element of a 64 x 128 head, scales included)", ("format", "bits", "what it is"), rows, as_json)
 
 
@@ -85,7 +92,7 @@ def schemes(as_json: Json = False) -> None:
     rows = [(text, parse_scheme(text).describe()) for text in ("fp32", "nvfp4@16", "nvfp4-rn@16", "fp8@1", "nvfp4/fp16@16")]
     rows += [(name, f"{summary} = {spelled}") for name, (spelled, summary) in PRESETS.items()]
     for option, (allowed, default, summary) in OPTIONS.items():
-        values = "1..32" if allowed is int else "|".join(allowed)
+        values = "|".join(allowed) or "1..32"
         rows.append((f"+{option}={values}", f"{summary} (default {default})"))
     _listing(
         "Schemes: FORMAT[@L] shared, READ/RECURRENCE[@L] separate; -rn nearest, -sr stochastic; +key=value options",
@@ -107,7 +114,9 @@ def models(as_json: Json = False) -> None:
 @app.command(epilog="Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 --tokens 16384 --output out")
 def kl(
     model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")] = "tiny-mamba2",
-    scheme: Annotated[list[str] | None, typer.Option(help="How the state is stored, e.g. nvfp4/fp16@16 (see `schemes`). Repeatable.")] = None,
+    scheme: Annotated[
+        list[str] | None, typer.Option(help="How the state is stored, e.g. nvfp4/fp16@16 (see `schemes`). Repeatable.")
+    ] = None,
     corpus: Annotated[str, typer.Option(help="builtin, pg19, or a .txt/.jsonl/.parquet file or a folder of them.")] = "builtin",
     books: Annotated[list[str] | None, typer.Option(help="Book by title or index; repeatable. Default: the first.")] = None,
     split: Annotated[str, typer.Option(help="Split of pg19.")] = "test",
@@ -121,14 +130,16 @@ def kl(
     device_map: Annotated[str | None, typer.Option(help="Spread the layers over devices (accelerate), e.g. auto.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")] = False,
-    follow_hf_clamp: Annotated[bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")] = False,
+    follow_hf_clamp: Annotated[
+        bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/kl-MODEL-TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Teacher-forced KL of every scheme against fp32 state, by token position."""
     from replayssm_emulation import parse_scheme
 
@@ -137,10 +148,23 @@ def kl(
     from .kl import DEFAULT_SCHEMES, KlOptions, run_kl
 
     options = KlOptions(
-        model=model, schemes=scheme or DEFAULT_SCHEMES, corpus=corpus, books=books or (), split=split, text_key=text_key, tokens=tokens,
-        prompt_tokens=prompt_tokens, chunk_size=chunk_size, seeds=seed or (0,), dtype=dtype, device=device, device_map=device_map,
-        revision=revision, trust_remote_code=trust_remote_code, follow_hf_clamp=follow_hf_clamp,
-    )  # fmt: skip
+        model=model,
+        schemes=scheme or DEFAULT_SCHEMES,
+        corpus=corpus,
+        books=books or (),
+        split=split,
+        text_key=text_key,
+        tokens=tokens,
+        prompt_tokens=prompt_tokens,
+        chunk_size=chunk_size,
+        seeds=seed or (0,),
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        follow_hf_clamp=follow_hf_clamp,
+    )
     with _progress(quiet) as update:
         result = run_kl(options, output=output, overwrite=overwrite, resume=resume, progress=update)
     if as_json:
@@ -161,10 +185,10 @@ class _progress:
 
     def __init__(self, quiet: bool):
         self.quiet = quiet
+        self.bar: Any = None
 
     def __enter__(self) -> Callable[[Any], None]:
         console = _console(stderr=True)
-        self.bar = None
         if self.quiet:
             return lambda _: None
         if not console.is_terminal:

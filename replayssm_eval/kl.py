@@ -16,11 +16,11 @@ from replayssm_kernels import Row
 from transformers import DynamicCache
 
 from . import report, stats
-from .session import Session, attach, hidden_states
 from .corpus import Book, load_books
 from .metrics import TokenMetrics, compare_hidden
 from .models import Loaded, load
 from .results import SCHEMA_KL, claim_output, default_output, provenance, write_atomic, write_json
+from .session import Session, attach, hidden_states
 
 DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")
 OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html", "parts")
@@ -107,9 +107,15 @@ def row_infos(schemes: Sequence[Scheme], seeds: Sequence[int]) -> list[_RowInfo]
 
 
 def run_kl(
-    options: KlOptions | None = None, *, output: str | Path | None = None, overwrite: bool = False, resume: bool = False,
-    loaded: Loaded | None = None, progress: Callable[[Progress], None] = lambda _: None, **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
+    options: KlOptions | None = None,
+    *,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    loaded: Loaded | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+    **changes: Any,
+) -> dict[str, Any]:
     """Run the comparison, write `output` (design of the files: README) and return what kl.json holds.
 
     options, changes: a `KlOptions`, or its fields as keywords. output: the folder; None makes runs/kl-<model>-<time>.
@@ -124,9 +130,13 @@ def run_kl(
     claim_output(folder, OUTPUT_FILES, overwrite, resume)
     books = load_books(options.corpus, list(options.books), options.split, options.text_key)
     loaded = loaded or load(
-        options.model, dtype=options.dtype, device=options.device, device_map=options.device_map, revision=options.revision,
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        revision=options.revision,
         trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
+    )
     encoded = [_encode(loaded.tokenizer, book, options.tokens) for book in books]
     infos = row_infos(schemes, list(options.seeds))
     parts = _Parts(folder / "parts", _fingerprint(options, infos, encoded, loaded), resume)
@@ -245,7 +255,7 @@ def _assemble(options, loaded, books, encoded, infos, series, flushes, manifest,
                 }
                 for b in books
             ],
-        },  # fmt: skip
+        },
         "tokens": tokens,
         "prompt_tokens": options.prompt_tokens,
         "chunk_size": options.chunk_size,
@@ -283,11 +293,21 @@ def _parquet(infos, series, encoded) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([
-        ("book", pa.int32()), ("row", pa.int32()), ("scheme", pa.dictionary(pa.int32(), pa.string())), ("seed", pa.int64()),
-        ("role", pa.dictionary(pa.int32(), pa.string())), ("position", pa.int32()), ("token", pa.int32()),
-        ("kl", pa.float32()), ("same_top1", pa.bool_()), ("nll", pa.float32()), ("entropy", pa.float32()),
-    ])  # fmt: skip
+    schema = pa.schema(
+        [
+            ("book", pa.int32()),
+            ("row", pa.int32()),
+            ("scheme", pa.dictionary(pa.int32(), pa.string())),
+            ("seed", pa.int64()),
+            ("role", pa.dictionary(pa.int32(), pa.string())),
+            ("position", pa.int32()),
+            ("token", pa.int32()),
+            ("kl", pa.float32()),
+            ("same_top1", pa.bool_()),
+            ("nll", pa.float32()),
+            ("entropy", pa.float32()),
+        ]
+    )
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         for book, (one, ids) in enumerate(zip(series, encoded, strict=False)):
@@ -334,7 +354,7 @@ class _Parts:
 
     def save(self, document: int, one: _Series, complete: bool) -> None:
         sink = io.BytesIO()
-        arrays = {name: one.get(name) for name in TokenMetrics.__dataclass_fields__}
+        arrays: dict[str, Any] = {name: one.get(name) for name in TokenMetrics.__dataclass_fields__}
         np.savez_compressed(sink, fingerprint=np.array(self.fingerprint), complete=np.array(complete), **arrays)
         write_atomic(self.folder / f"{document:05d}.npz", sink.getvalue())
 

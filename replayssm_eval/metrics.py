@@ -1,10 +1,11 @@
 """Per-token comparison of every row's next-token distribution with the reference row's."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Tokens per block: peak extra memory is rows x block x vocabulary x 8 bytes, whatever the context.
 BLOCK_ELEMENTS = 1 << 26
@@ -45,7 +46,7 @@ def compare_logits(logits: Tensor, targets: Tensor) -> TokenMetrics:
     return TokenMetrics(*(x.cpu().numpy() for x in (kl.float(), top == top[:1], nll.float(), entropy.float())))
 
 
-def compare_hidden(hidden: Tensor, head: nn.Module, targets: Tensor) -> TokenMetrics:
+def compare_hidden(hidden: Tensor, head: Any, targets: Tensor) -> TokenMetrics:
     """Metrics from last hidden states `[R, T, hidden]` and the output head, in blocks: whole logits never exist."""
     vocab = head.weight.shape[0]
     block = max(1, BLOCK_ELEMENTS // (len(hidden) * vocab))

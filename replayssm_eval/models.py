@@ -47,9 +47,14 @@ class Loaded:
 
 
 def load(
-    name: str, *, dtype: str = "auto", device: str = "auto", device_map: str | None = None, revision: str | None = None,
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    revision: str | None = None,
     trust_remote_code: bool = False,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """The model called `name`: a registry name, a hub id or a local folder.
 
     dtype: "auto" is float32 for a testbed and the checkpoint's own otherwise. device: "auto" is the GPU when there is one.
@@ -79,7 +84,7 @@ def load(
         family_of(config.get_text_config())  # refuse before the weights are fetched
         tokenizer = AutoTokenizer.from_pretrained(location, **common)
         placement = {"device_map": device_map} if device_map else {}
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             location, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **placement, **common
         )
     except UsageError:
@@ -88,6 +93,7 @@ def load(
         reason = " ".join(str(error).split())[:300]
         advice = "pass --model tiny-mamba2 (in the package), or a folder with config.json, safetensors and tokenizer"
         raise UsageError(f"model {name} ({location}) cannot be loaded: {reason}; {advice}") from None
+    model, report = loaded
     faults = {kind: sorted(report[kind])[:3] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") if report.get(kind)}
     if faults:
         raise UsageError(f"model {name}: weights do not fit the model: {faults}; a result would come from made-up weights")

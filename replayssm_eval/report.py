@@ -10,9 +10,18 @@ from . import stats
 
 # Okabe-Ito: distinguishable with every common kind of colour blindness. A format keeps its colour in every figure.
 _COLOURS = {
-    "nvfp4": "#D55E00", "mxfp4": "#E69F00", "int4": "#8C510A", "mxfp6": "#F0E442", "fp8": "#0072B2", "mxfp8": "#56B4E9",
-    "int8": "#009E73", "int16": "#66A61E", "fp16": "#CC79A7", "bf16": "#7570B3", "fp32": "#000000",
-}  # fmt: skip
+    "nvfp4": "#D55E00",
+    "mxfp4": "#E69F00",
+    "int4": "#8C510A",
+    "mxfp6": "#F0E442",
+    "fp8": "#0072B2",
+    "mxfp8": "#56B4E9",
+    "int8": "#009E73",
+    "int16": "#66A61E",
+    "fp16": "#CC79A7",
+    "bf16": "#7570B3",
+    "fp32": "#000000",
+}
 _FIGURE_FIRST_BIN = 64
 
 
@@ -47,7 +56,13 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
     middle = [np.sqrt(max(a, 16) * b) for a, b in bins]
     tokens = result["tokens"]
     stacked = {name: np.stack([c[name][:, :tokens] for c in curves], axis=1) for name in ("kl", "same_top1", "nll")}
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "replayssm-eval", "svg.fonttype": "none"}
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "replayssm-eval",
+        "svg.fonttype": "none",
+    }
     with plt.rc_context(style):
         figure, (top, agree, nll) = plt.subplots(3, 1, figsize=(7.5, 8.5), sharex=True, height_ratios=(3, 1, 1), layout="constrained")
         ends = []
@@ -161,9 +176,12 @@ def _environment(escape: bool) -> Any:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), autoescape=escape, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=escape,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     environment.filters["number"] = number
     environment.filters["thousands"] = _thousands
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")

@@ -10,7 +10,7 @@ import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import Carry, Row, replay_scan
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from .families import family_of
@@ -84,7 +84,7 @@ class Session:
         """The lowest state layer whose last output was not finite in `row`."""
         return next((layer for layer in self.layers if layer in self._finite and not self._finite[layer][row]), None)
 
-    def manifest(self, model: nn.Module | None = None, cache: Any = None) -> list[dict[str, Any]]:
+    def manifest(self, cache: Any = None) -> list[dict[str, Any]]:
         """Per state layer, read back from the live state: shape, copies, dtypes of state, records and conv state."""
         entries = []
         for layer in self.layers:
@@ -123,7 +123,7 @@ class Session:
         self._finite.clear()
 
 
-def state_layers(model: nn.Module) -> dict[int, nn.Module]:
+def state_layers(model: Any) -> dict[int, Any]:
     """Layer index -> mixer of every layer that holds a recurrent state. Raises UsageError when there is none."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     family = family_of(config)
@@ -152,9 +152,15 @@ def as_rows(schemes: Sequence[str | Scheme | Row], seed: int = 0, document: int 
 
 @contextmanager
 def attach(
-    model: nn.Module, schemes: Sequence[str | Scheme | Row], *, seed: int = 0, document: int = 0, prompt: int = 0,
-    follow_hf_clamp: bool = False, probe: bool = True,
-) -> Iterator[Session]:  # fmt: skip
+    model: Any,
+    schemes: Sequence[str | Scheme | Row],
+    *,
+    seed: int = 0,
+    document: int = 0,
+    prompt: int = 0,
+    follow_hf_clamp: bool = False,
+    probe: bool = True,
+) -> Iterator[Session]:
     """Inside the block, batch row i of `model` keeps its recurrent state as `schemes[i]` says.
 
     model: a transformers model in eval mode; it must be called with batch = len(schemes), and a sequence lasts as long
@@ -173,7 +179,7 @@ def attach(
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
     session = Session(rows, list(mixers), follow_hf_clamp)
-    unpatched = _probe_unpatched(model) if probe else None
+    unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         for name, function in {**family.patches(session), **_mask_patch(model), "_replayssm_session": session}.items():
             _set_until_exit(stack, module, name, function)
@@ -181,7 +187,7 @@ def attach(
             hook = mixer.register_forward_pre_hook(lambda *_, layer=layer: session._begin(layer))
             stack.callback(hook.remove)
         stack.callback(base_model(model).register_forward_hook(lambda *_: session._end_of_forward()).remove)
-        if probe:
+        if unpatched is not None:
             _probe(model, session, unpatched)
             session.start(rows)
         yield session
@@ -197,7 +203,7 @@ def _set_until_exit(stack: ExitStack, module: Any, name: str, value: Any) -> Non
     setattr(module, name, value)
 
 
-def _mask_patch(model: nn.Module) -> dict[str, Any]:
+def _mask_patch(model: Any) -> dict[str, Any]:
     """A hybrid class without attention layers fails to size a mask that no layer reads: give it none."""
     kinds = getattr(model.config, "layer_types", None)
     if model.config.model_type == "nemotron_h" and kinds and "full_attention" not in kinds:
@@ -205,12 +211,12 @@ def _mask_patch(model: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: Any) -> Any:
     """The model without its head: the module whose output is the last hidden state."""
     return getattr(model, model.base_model_prefix)
 
 
-def hidden_states(model: nn.Module, ids: Tensor, cache: Any, position: int) -> Tensor:
+def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
     """Last hidden states `[R, T, hidden]` of the tokens `ids` `[R, T]` at `position`, continuing `cache` (or None)."""
     inner = base_model(model)
     kwargs: dict[str, Any] = {"use_cache": cache is not None, "cache": cache}
@@ -220,19 +226,19 @@ def hidden_states(model: nn.Module, ids: Tensor, cache: Any, position: int) -> T
     return inner(input_ids=ids, **kwargs).last_hidden_state
 
 
-def _probe_ids(model: nn.Module) -> Tensor:
+def _probe_ids(model: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     vocab = model.get_output_embeddings().weight.shape[0]
     return torch.randint(0, vocab, (1, sum(_PROBE_TOKENS)), generator=generator).to(model.device)
 
 
 @torch.inference_mode()
-def _probe_unpatched(model: nn.Module) -> Tensor:
+def _probe_unpatched(model: Any) -> Tensor:
     return model(input_ids=_probe_ids(model), use_cache=False).logits.float()
 
 
 @torch.inference_mode()
-def _probe(model: nn.Module, session: Session, unpatched: Tensor) -> None:
+def _probe(model: Any, session: Session, unpatched: Tensor) -> None:
     """One pass = two chunks = single tokens = the unpatched model, for one fp32 row of a few dozen tokens.
 
     A restarted or skipped state is wrong by the size of the logits themselves. Honest rounding is far smaller: errors of

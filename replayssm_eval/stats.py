@@ -1,5 +1,6 @@
 """Position bins, quantiles, entropy buckets and intervals of per-token series."""
 
+import itertools
 import warnings
 from typing import Any
 
@@ -18,7 +19,7 @@ def position_bins(tokens: int, first: int = FIRST_BIN) -> list[tuple[int, int]]:
     edges = [0]
     while edges[-1] < tokens:
         edges.append(min(tokens, first if len(edges) == 1 else 2 * edges[-1]))
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def mean(values: np.ndarray) -> float | None:
@@ -48,9 +49,14 @@ def bootstrap_mean(series: np.ndarray) -> list[float] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap(
-            (sums, sizes), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, vectorized=True, n_resamples=_RESAMPLES,
-            method="percentile", rng=np.random.default_rng(0),
-        )  # fmt: skip
+            (sums, sizes),
+            lambda s, n, axis: s.sum(axis) / n.sum(axis),
+            paired=True,
+            vectorized=True,
+            n_resamples=_RESAMPLES,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        )
     return [float(result.confidence_interval.low), float(result.confidence_interval.high)]
 
 
@@ -63,7 +69,9 @@ def row_statistics(
     """
     finite = kl[np.isfinite(kl)]
     change = nll - reference_nll
+    change_mean = mean(change)
     delta_p = np.exp(-nll.astype(np.float64)) - np.exp(-reference_nll.astype(np.float64))
+    square = mean(delta_p**2)
     # Half-open buckets; entropy may be -0.0 or a rounding below 0.
     bucket = np.digitize(np.maximum(entropy, 0), ENTROPY_EDGES[1:-1])
     quantiles = np.quantile(finite.astype(np.float64), list(QUANTILES.values())) if finite.size else [None] * len(QUANTILES)
@@ -81,10 +89,10 @@ def row_statistics(
         "same_top1_overall": mean(same_top1.astype(np.float64)),
         "nll": [mean(nll[:, a:b]) for a, b in bins],
         "nll_difference": [mean(change[:, a:b]) for a, b in bins],
-        "nll_difference_overall": mean(change),
+        "nll_difference_overall": change_mean,
         "nll_difference_ci95": bootstrap_mean(change),
-        "perplexity_ratio": None if mean(change) is None else float(np.exp(mean(change))),
+        "perplexity_ratio": None if change_mean is None else float(np.exp(change_mean)),
         "delta_p_mean": mean(delta_p),
-        "delta_p_rms": None if mean(delta_p**2) is None else float(np.sqrt(mean(delta_p**2))),
+        "delta_p_rms": None if square is None else square**0.5,
         "nonfinite": int((~np.isfinite(kl)).sum()),
     }

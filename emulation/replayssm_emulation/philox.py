@@ -59,7 +59,7 @@ def state_noise(
     """
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"seed {seed} is not in [0, 2^64)")
-    if not (0 <= layer < 1 << 15 and 0 <= first_head and first_head + heads <= 1 << 16 and 0 <= document < 1 << 32):
+    if not (0 <= layer < 1 << 15 and first_head >= 0 and first_head + heads <= 1 << 16 and 0 <= document < 1 << 32):
         raise UsageError(f"noise key out of range: document {document}, layer {layer}, heads {first_head}..{first_head + heads}")
     device = positions.device
     quads = -(-d_k // 4)

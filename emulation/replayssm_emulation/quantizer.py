@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import UsageError
-from .formats import E4M3, FORMATS, Format, get_format
+from .formats import E4M3, Format, Minifloat, get_format
 from .philox import RECURRENCE, state_noise
 from .rounding import round_elements
 
@@ -79,17 +79,20 @@ def _over_head(blocks: Tensor) -> Tensor:
 
 def _amax_scaled(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int) -> Tensor:
     """scale = amax / element.max, both divisions IEEE fp32."""
+    element = format.element
+    assert element is not None
     finite = blocks.clamp(-_FLT_MAX, _FLT_MAX)
     amax = _over_head(finite) if format.per_head else finite.abs().amax(dim=-1, keepdim=True)
-    scale = amax / format.element.max
+    scale = amax / element.max
     scale = torch.where(scale == 0, 1.0, scale)
     # A quotient may exceed the largest code by an ulp and dequantise past fp32's range.
-    return (round_elements(finite / scale, format.element, noise, noise_bits) * scale).clamp_(-_FLT_MAX, _FLT_MAX)
+    return (round_elements(finite / scale, element, noise, noise_bits) * scale).clamp_(-_FLT_MAX, _FLT_MAX)
 
 
 def _mx(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int) -> Tensor:
     """OCP Microscaling v1.0, section 6.3: a shared power-of-two scale; a non-finite element makes its block NaN."""
     element = format.element
+    assert isinstance(element, Minifloat)
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     if format.scale_rule == "floor":
         shared = (amax.view(torch.int32) >> 23) - 127 - element.max_exponent
@@ -104,10 +107,12 @@ def _mx(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int) -
 
 def _nvfp4(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int) -> Tensor:
     """Two-level scaling as in NVIDIA's Transformer Engine reference; a block scale that underflows zeroes its block."""
+    element = format.element
+    assert isinstance(element, Minifloat)
     finite = blocks.clamp(-_FLT_MAX, _FLT_MAX)
     amax_head = _over_head(finite)
     # torch turns `number / tensor` into number * reciprocal, which rounds twice.
-    encode = (torch.full_like(amax_head, format.element.max * format.scale_max) / amax_head).clamp(max=_FLT_MAX)
+    encode = (torch.full_like(amax_head, element.max * format.scale_max) / amax_head).clamp(max=_FLT_MAX)
     encode = torch.where((amax_head == 0) | (encode == 0), 1.0, encode)
     decode = 1.0 / encode
     wanted = finite.abs().amax(dim=-1, keepdim=True) * (encode * _ONE_SIXTH)
@@ -115,7 +120,7 @@ def _nvfp4(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int
     def stored(wanted_scale: Tensor) -> Tensor:
         scale = round_elements(wanted_scale, E4M3) * decode
         inverse = (1.0 / scale).clamp(max=_FLT_MAX)
-        return round_elements(finite * inverse, format.element, noise, noise_bits) * scale
+        return round_elements(finite * inverse, element, noise, noise_bits) * scale
 
     to_six = stored(wanted)
     if not format.four_over_six:
@@ -133,6 +138,3 @@ def counts(x: Tensor, stored: Tensor) -> dict[str, int]:
         "inf": int(torch.isinf(x).sum()),
         "flushed": int(((x != 0) & (stored == 0)).sum()),
     }
-
-
-__all__ = ["FORMATS", "counts", "quantize", "quantize_with_noise"]

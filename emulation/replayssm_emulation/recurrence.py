@@ -105,9 +105,19 @@ def _start(q, k, v, beta, log_decay, flushes, prompt, state):
 
 
 def recurrence_steps(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, scheme: Scheme, flushes: list[int], *,
-    delta: bool = False, state: Tensor | None = None, prompt: int = 0, key: NoiseKey = NoiseKey(),
-) -> Trace:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    scheme: Scheme,
+    flushes: list[int],
+    *,
+    delta: bool = False,
+    state: Tensor | None = None,
+    prompt: int = 0,
+    key: NoiseKey = NoiseKey(),
+) -> Trace:
     """Token by token: one running state per copy, both advanced by every token, the read one answering.
 
     q, k: `[T, H, d_k]`; v: `[T, H, d_v]`; beta: `[T, H]`; log_decay: log α, `[T, H]` or per channel `[T, H, d_k]`;
@@ -134,10 +144,35 @@ def recurrence_steps(
     return trace
 
 
+def _solve(copy: Tensor, keys: Tensor, overlap: Tensor | None, v: Tensor, beta: Tensor, known: Tensor | None = None) -> Tensor:
+    """u `[H, L, d_v]` of a window that starts from `copy` (step 2 below); overlap None is the plain recurrence.
+
+    known: u of all but the last token, when they were stored.
+    """
+    beta = beta.unsqueeze(-1)
+    if overlap is None:
+        return beta * v
+    error = v - torch.einsum("hvk,hik->hiv", copy, keys)
+    if known is not None:
+        return torch.cat([known, beta[:, -1:] * (error[:, -1:] - overlap[:, -1:, :-1] @ known)], dim=1)
+    system = torch.eye(v.shape[1], dtype=v.dtype, device=v.device) + beta * overlap
+    return torch.linalg.solve_triangular(system, beta * error, upper=False, unitriangular=True)
+
+
 def recurrence_windows(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, scheme: Scheme, flushes: list[int], *,
-    delta: bool = False, state: Tensor | None = None, prompt: int = 0, key: NoiseKey = NoiseKey(),
-) -> Trace:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    scheme: Scheme,
+    flushes: list[int],
+    *,
+    delta: bool = False,
+    state: Tensor | None = None,
+    prompt: int = 0,
+    key: NoiseKey = NoiseKey(),
+) -> Trace:
     """Window by window; arguments and result as in `recurrence_steps`.
 
     With G_i the cumulative log-decay of the window and S the copy it starts from:
@@ -159,23 +194,14 @@ def recurrence_windows(
         # exp of a difference, never a quotient of exps: strong gates would overflow.
         decay = (g.unsqueeze(2) - g.unsqueeze(1)).masked_fill(~causal[..., None], -torch.inf).exp()  # [H, i, j, d_k]
 
-        def solve(copy, known=None):
-            """u of every token when the window starts from `copy`; the first tokens' u may be known already."""
-            if not delta:
-                return wb.unsqueeze(-1) * wv
-            overlap = torch.einsum("hic,hijc,hjc->hij", wk, decay, wk).tril(-1)
-            right = wv - torch.einsum("hvk,hik->hiv", copy, g.exp() * wk)
-            if known is not None:
-                last = wb[:, -1:, None] * (right[:, -1:] - overlap[:, -1:, :-1] @ known)
-                return torch.cat([known, last], dim=1)
-            system = torch.eye(length, dtype=v.dtype, device=v.device) + wb.unsqueeze(-1) * overlap
-            return torch.linalg.solve_triangular(system, wb.unsqueeze(-1) * right, upper=False, unitriangular=True)
-
-        u_read = solve(read)
+        overlap = torch.einsum("hic,hijc,hjc->hij", wk, decay, wk).tril(-1) if delta else None
+        keys = g.exp() * wk  # what a token's key meets of the copy
+        u_read = _solve(read, keys, overlap, wv, wb)
         attention = torch.einsum("hic,hijc,hjc->hij", wq, decay, wk)
         o = torch.einsum("hvk,hik->hiv", read, g.exp() * wq) + attention @ u_read
         if ends_in_flush:
-            u_fold = solve(recurrence, u_read[:, :-1] if scheme.fold == "stored" else None)
+            known = u_read[:, :-1] if scheme.fold == "stored" else None
+            u_fold = _solve(recurrence, keys, overlap, wv, wb, known)
             fold = recurrence * g[:, -1:].exp() + torch.einsum("hiv,hik->hvk", u_fold, decay[:, -1] * wk)
             if scheme.flush_reads == "fold":
                 o[:, -1] = torch.einsum("hvk,hk->hv", fold, wq[:, -1])

@@ -39,11 +39,12 @@ class Row:
 
     def folds(self, start: int, stop: int) -> tuple[tuple[int, bool], ...]:
         """(position, rounded) of every fold in [start, stop)."""
-        flushes = self.flushes
-        if flushes is None:
+        if self.flushes is not None:
+            flushes = list(self.flushes)
+        else:
             first = self.prompt + max(0, start - self.prompt) // self.scheme.window * self.scheme.window
             flushes = fixed_window(self.scheme.window, first, stop)
-        return tuple(folds(list(flushes), self.prompt, self.scheme.handover == "on", start, stop))
+        return tuple(folds(flushes, self.prompt, self.scheme.handover == "on", start, stop))
 
 
 @dataclass
@@ -157,7 +158,7 @@ class _Noise:
 
     def words(self, key: tuple[int, int, int], index: int) -> Tensor:
         """int64 `[H, d_v, d_k]` of the index-th fold."""
-        first, words = self.drawn.get(key, (-self.ahead, None))
+        first, words = self.drawn.get(key, (-self.ahead, self.positions))
         if not first <= index < first + self.ahead:
             seed, document, copy = key
             heads, d_v, d_k = self.shape

@@ -16,9 +16,20 @@ def patches(session):
         return F.softplus(dt) if dt_softplus else dt
 
     def mamba2_chunk_scan(
-        hidden_states, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
-        dt_limit=(0.0, float("inf")), return_final_states=False, **kwargs,
-    ):  # fmt: skip
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=None,
+        D=None,
+        dt_bias=None,
+        initial_states=None,
+        dt_softplus=False,
+        dt_limit=(0.0, float("inf")),
+        return_final_states=False,
+        **kwargs,
+    ):
         """x `[R, T, H, d_v]`, dt `[R, T, H]`, A `[H]`, B and C `[R, T, G, d_k]` -> y fp32 `[R, T, H, d_v]`."""
         step = step_size(dt, dt_bias, dt_softplus)
         if session.follow_hf_clamp:
