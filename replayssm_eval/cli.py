@@ -1,12 +1,12 @@
 """The command line. Heavy imports happen inside commands, so that --help answers at once."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from replayssm_emulation.errors import RunError, UsageError
 
@@ -165,8 +165,12 @@ def kl(
         trust_remote_code=trust_remote_code,
         follow_hf_clamp=follow_hf_clamp,
     )
-    with _progress(quiet) as update:
-        result = run_kl(options, output=output, overwrite=overwrite, resume=resume, progress=update)
+    try:
+        with _progress(quiet) as update:
+            result = run_kl(options, output=output, overwrite=overwrite, resume=resume, progress=update)
+    except KeyboardInterrupt:
+        print("replayssm-eval: interrupted before the first chunk was finished", file=sys.stderr)
+        raise typer.Exit(130) from None
     if as_json:
         print((Path(result["output"]) / "kl.json").read_text(encoding="utf-8"), end="")
     else:
@@ -174,7 +178,10 @@ def kl(
     for problem in result["problems"]:
         print(f"replayssm-eval: {problem}", file=sys.stderr)
     if result["status"] == "interrupted":
-        print(f"replayssm-eval: interrupted after {result['tokens']} tokens; finished chunks are in {result['output']}", file=sys.stderr)
+        print(
+            f"replayssm-eval: interrupted after {result['tokens']} tokens; what was finished is in {result['output']}; go on with --resume",
+            file=sys.stderr,
+        )
         raise typer.Exit(130)
     if result["status"] != "complete":
         raise typer.Exit(1)
@@ -246,21 +253,16 @@ def _print_kl(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Entry point: one clear line and the right exit code instead of a traceback."""
+    # A polite kill saves like Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
+        app()
     except UsageError as error:
         print(f"replayssm-eval: {error}", file=sys.stderr)
-        code = 2
+        sys.exit(2)
     except RunError as error:
         print(f"replayssm-eval: {error}", file=sys.stderr)
-        code = 1
-    except (KeyboardInterrupt, click.Abort):
-        print("replayssm-eval: interrupted before the first chunk was finished", file=sys.stderr)
-        code = 130
-    sys.exit(code or 0)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -148,13 +148,18 @@ def _parquet(path: Path, text_key: str | None) -> Iterator[Book]:
 def _pg19(split: str) -> Iterator[Book]:
     from datasets import load_dataset
 
+    from .hub import hub_reachable
+
+    advice = "pass --corpus builtin, or a local file or folder"
+    if not hub_reachable():
+        raise UsageError(f"data set {PG19} ({split}) cannot be reached: the hub does not answer; {advice}")
     try:
         stream = iter(load_dataset(PG19, split=split, streaming=True))
         first = next(stream)
     except Exception as error:  # the hub client raises many kinds, all meaning "not to be had"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UsageError(
-            f"data set {PG19} ({split}) cannot be reached: {reason}; pass --corpus builtin, or a local file or folder"
+            f"data set {PG19} ({split}) cannot be reached: {reason}; {advice}"
         ) from None
     yield _from_row(first, f"{PG19} {split} row 0", None, 0)
     for index, row in enumerate(stream, 1):

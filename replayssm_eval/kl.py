@@ -16,6 +16,7 @@ from replayssm_kernels import Row
 from transformers import DynamicCache
 
 from . import report, stats
+from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .metrics import TokenMetrics, compare_hidden
 from .models import Loaded, load
@@ -67,7 +68,7 @@ class KlOptions:
 
 @dataclass
 class Progress:
-    """One finished chunk: where the run is, and the mean KL of each row so far."""
+    """One finished chunk: where the run is, and the mean KL of each scheme in it."""
 
     book: str
     done: int
@@ -91,6 +92,15 @@ class _Series:
     """Per-token metrics of one book, chunk by chunk."""
 
     parts: list[TokenMetrics] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(p.kl.shape[1] for p in self.parts)
+
+    def running_kl(self, infos: "Sequence[_RowInfo]") -> dict[str, float]:
+        """Mean KL of every scheme over the newest chunk."""
+        newest = self.parts[-1].kl
+        return {i.label: stats.mean(newest[r]) or 0.0 for r, i in enumerate(infos) if i.role == "scheme"}
 
     def get(self, name: str) -> np.ndarray:
         return np.concatenate([getattr(p, name) for p in self.parts], axis=1)
@@ -139,36 +149,34 @@ def run_kl(
     )
     encoded = [_encode(loaded.tokenizer, book, options.tokens) for book in books]
     infos = row_infos(schemes, list(options.seeds))
-    parts = _Parts(folder / "parts", _fingerprint(options, infos, encoded, loaded), resume)
+    checkpoint = Checkpoint(folder / "parts", _fingerprint(options, infos, encoded, loaded), options.tokens)
+    series = [_Series(chunks) for chunks in (checkpoint.load_chunks() if resume else [])]
 
     problems: list[str] = []
-    status, series, manifest, flushes = "complete", [], [], [0] * len(infos)
+    status, manifest = "complete", []
     with attach(loaded.model, [i.scheme for i in infos], follow_hf_clamp=options.follow_hf_clamp) as session:
         for document, (book, ids) in enumerate(zip(books, encoded, strict=True)):
-            done = parts.load(document)
-            one = _Series([done] if done else [])
-            series.append(one)
-            if done:
+            if document == len(series):
+                series.append(_Series())
+            if series[document].tokens == options.tokens:
                 continue
             session.start([Row(i.scheme, i.seed, document, options.prompt_tokens) for i in infos])
             try:
-                _run_book(loaded.model, session, ids, book.title, options, infos, one, problems, progress)
+                manifest = _run_book(
+                    loaded.model, session, ids, book.title, document, options, infos, series[document], checkpoint, problems, progress
+                )
             except KeyboardInterrupt:
                 status = "interrupted"
-            manifest, flushes = session.manifest(), session.flushes
-            if one.parts:
-                parts.save(document, one, complete=status == "complete")
-            if status == "interrupted":
                 break
 
     if not any(one.parts for one in series):
         raise KeyboardInterrupt
-    result = _assemble(options, loaded, books, encoded, infos, series, flushes, manifest, problems)
+    result = _assemble(options, loaded, books, encoded, infos, series, manifest, problems)
     result["status"] = "failed" if result["problems"] and status == "complete" else status
     result["provenance"] = provenance(started)
     _write(folder, result, infos, series, encoded)
     if status != "interrupted":
-        parts.remove()
+        checkpoint.remove()
     result["output"] = str(folder)
     return result
 
@@ -181,30 +189,39 @@ def _encode(tokenizer: Any, book: Book, tokens: int) -> torch.Tensor:
     return torch.tensor(ids[: tokens + 1])
 
 
-def _run_book(model, session: Session, ids, title, options: KlOptions, infos, series: _Series, problems, progress) -> None:
+def _run_book(model, session: Session, ids, title, document, options: KlOptions, infos, series: _Series, checkpoint, problems, progress):
+    """Read one book chunk by chunk, going on where `series` ends; returns the manifest of the state layers."""
     cache = DynamicCache(config=model.config)
+    if series.tokens:
+        checkpoint.load_state(session, cache, model.device)
     tokens, chunk = options.tokens, options.chunk_size
     targets = torch.full((tokens,), -1)
     targets[: len(ids) - 1] = ids[1 : tokens + 1]
     head = model.get_output_embeddings()
-    sums = np.zeros(len(infos))
     broken: set[int] = set()
-    with torch.inference_mode():
-        for position in range(0, tokens, chunk):
+    with torch.inference_mode(), torch.backends.cudnn.flags(allow_tf32=False):
+        for position in range(series.tokens, tokens, chunk):
             stop = min(position + chunk, tokens)
             batch = ids[position:stop].to(model.device).expand(len(infos), -1)
             metrics = compare_hidden(hidden_states(model, batch, cache, position), head, targets[position:stop])
-            series.parts.append(metrics)
             if session.tokens != stop:
                 raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
+            if session.flushes != (expected := [_flushes(i, options.prompt_tokens, stop) for i in infos]):
+                raise RunError(f"{title}: states were rounded {session.flushes} times by position {stop} where {expected} was due")
+            series.parts.append(metrics)
+            checkpoint.save_chunk(document, position, metrics)
+            if stop < tokens:
+                checkpoint.save_state(document, stop, session, cache)
             _report_nonfinite(metrics, session, infos, position, title, broken, problems)
-            with np.errstate(invalid="ignore"):
-                sums += np.nansum(np.where(np.isfinite(metrics.kl), metrics.kl, 0), axis=1)
-            progress(
-                Progress(title, stop, tokens, {i.label: float(s) / stop for i, s in zip(infos, sums, strict=True) if i.role == "scheme"})
-            )
+            progress(Progress(title, stop, tokens, series.running_kl(infos)))
             if 0 in broken:
                 break
+    return session.manifest(cache)
+
+
+def _flushes(info: _RowInfo, prompt: int, stop: int) -> int:
+    """How often the schedule of a row rounds its state in the tokens [0, stop)."""
+    return sum(rounded for _, rounded in Row(info.scheme, prompt=prompt).folds(0, stop))
 
 
 def _report_nonfinite(metrics, session, infos, position, title, broken, problems) -> None:
@@ -221,9 +238,11 @@ def _report_nonfinite(metrics, session, infos, position, title, broken, problems
         )
 
 
-def _assemble(options, loaded, books, encoded, infos, series, flushes, manifest, problems) -> dict[str, Any]:
-    tokens = min(one.get("kl").shape[1] for one in series if one.parts)
-    complete = [one for one in series if one.parts]
+def _assemble(options, loaded, books, encoded, infos, series, manifest, problems) -> dict[str, Any]:
+    # Whole books count; a book that was cut short only when there is no whole one.
+    complete = [one for one in series if one.tokens == options.tokens] or [one for one in series if one.parts]
+    tokens = min(one.tokens for one in complete)
+    flushes = [_flushes(info, options.prompt_tokens, tokens) for info in infos]
     stacked = {name: np.stack([one.get(name)[:, :tokens] for one in complete], axis=1) for name in ("kl", "same_top1", "nll", "entropy")}
     bins = stats.position_bins(tokens)
     rows = []
@@ -234,6 +253,8 @@ def _assemble(options, loaded, books, encoded, infos, series, flushes, manifest,
         rows.append({"scheme": str(info.scheme), "seed": info.seed, "role": info.role, **numbers, "flushes": flushes[r]})
         if numbers["kl_min"] is not None and numbers["kl_min"] < _MOST_NEGATIVE_KL:
             problems.append(f"{info.label}: a KL of {numbers['kl_min']:.3g} is negative beyond rounding: the comparison is wrong")
+        if numbers["nonfinite"] and not any(f"{info.label} (seed {info.seed})" in p for p in problems):
+            problems.append(f"{info.label} (seed {info.seed}) is not finite at {numbers['nonfinite']} positions")
         rounded_and_read = info.scheme.lossy and flushes[r] > 1
         if rounded_and_read and numbers["kl_max"] == 0 and not numbers["nonfinite"]:
             problems.append(f"{info.label}: KL is exactly 0 on all tokens although its state was rounded: the emulation did not run")
@@ -333,33 +354,3 @@ def _fingerprint(options: KlOptions, infos, encoded, loaded: Loaded) -> str:
     rows = [(str(i.scheme), i.seed) for i in infos]
     what = [loaded.info, options.tokens, options.prompt_tokens, options.chunk_size, options.follow_hf_clamp, rows, text, torch.__version__]
     return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
-
-
-class _Parts:
-    """Finished books of an unfinished run, one .npz each, so that `resume` runs only what is missing."""
-
-    def __init__(self, folder: Path, fingerprint: str, resume: bool):
-        self.folder, self.fingerprint, self.resume = folder, fingerprint, resume
-
-    def load(self, document: int) -> TokenMetrics | None:
-        path = self.folder / f"{document:05d}.npz"
-        if not (self.resume and path.exists()):
-            return None
-        with np.load(path, allow_pickle=False) as part:
-            if str(part["fingerprint"]) != self.fingerprint:
-                raise UsageError(f"{path} belongs to a run with other options: pass --overwrite, or the options of that run")
-            if not bool(part["complete"]):
-                return None
-            return TokenMetrics(*(part[name] for name in TokenMetrics.__dataclass_fields__))
-
-    def save(self, document: int, one: _Series, complete: bool) -> None:
-        sink = io.BytesIO()
-        arrays: dict[str, Any] = {name: one.get(name) for name in TokenMetrics.__dataclass_fields__}
-        np.savez_compressed(sink, fingerprint=np.array(self.fingerprint), complete=np.array(complete), **arrays)
-        write_atomic(self.folder / f"{document:05d}.npz", sink.getvalue())
-
-    def remove(self) -> None:
-        for path in self.folder.glob("*.npz"):
-            path.unlink()
-        if self.folder.is_dir():
-            self.folder.rmdir()

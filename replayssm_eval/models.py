@@ -65,6 +65,7 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from .families import family_of
+    from .hub import hub_reachable
 
     entry = REGISTRY.get(name)
     location = str(_ASSETS / entry.location) if entry and entry.testbed else entry.location if entry else name
@@ -78,7 +79,10 @@ def load(
     # Notices about optional fast kernels would send users after packages that are replaced here anyway.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    local = Path(location).is_dir()
+    # Without network the cache may still hold the model; asking for it alone spares minutes of retries.
+    offline = not local and not hub_reachable()
+    common = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local or offline}
     try:
         config = AutoConfig.from_pretrained(location, **common)
         family_of(config.get_text_config())  # refuse before the weights are fetched
@@ -90,7 +94,7 @@ def load(
     except UsageError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = "the hub cannot be reached and the model is not in the local cache" if offline else " ".join(str(error).split())[:300]
         advice = "pass --model tiny-mamba2 (in the package), or a folder with config.json, safetensors and tokenizer"
         raise UsageError(f"model {name} ({location}) cannot be loaded: {reason}; {advice}") from None
     model, report = loaded

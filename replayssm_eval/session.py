@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Carry, Row, replay_scan
+from replayssm_kernels import Carry, Group, Row, replay_scan
 from torch import Tensor
 from transformers import DynamicCache
 
 from .families import family_of
 
 _PROBE_TOKENS = (17, 23)
+_GROUP_TENSORS = ("recurrence", "read", "k", "v", "beta", "log_decay")
 
 
 class Session:
@@ -83,6 +84,30 @@ class Session:
     def first_nonfinite_layer(self, row: int) -> int | None:
         """The lowest state layer whose last output was not finite in `row`."""
         return next((layer for layer in self.layers if layer in self._finite and not self._finite[layer][row]), None)
+
+    def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON-able facts) from which `restore` makes the same states."""
+        tensors: dict[str, Tensor] = {}
+        layers = {}
+        for layer, carry in self._carries.items():
+            for g, group in enumerate(carry.groups):
+                for name, tensor in zip(_GROUP_TENSORS, (group.recurrence, group.read, *group.records), strict=True):
+                    tensors[f"state.{layer}.{g}.{name}"] = tensor
+            rows = [group.rows for group in carry.groups]
+            layers[layer] = {"position": carry.position, "flushes": carry.flushes, "serial": self._serials[layer], "groups": rows}
+        return tensors, {"layers": layers}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Continue from an `export`; the rows must be those of then."""
+        for key, saved in facts["layers"].items():
+            layer = int(key)
+            groups = []
+            for g, rows in enumerate(saved["groups"]):
+                recurrence, read, *records = (tensors[f"state.{layer}.{g}.{name}"] for name in _GROUP_TENSORS)
+                groups.append(Group(rows, recurrence, read, tuple(records)))
+            self._carries[layer] = Carry(saved["position"], groups, saved["flushes"])
+            self._serials[layer] = saved["serial"]
+            self._next_serial = max(self._next_serial, saved["serial"])
 
     def manifest(self, cache: Any = None) -> list[dict[str, Any]]:
         """Per state layer, read back from the live state: shape, copies, dtypes of state, records and conv state."""

@@ -1,5 +1,5 @@
 """The replay scan, fast. The torch scan runs everywhere and is the reference for faster ones."""
 
-from .scan import Carry, Row, replay_scan
+from .scan import Carry, Group, Row, replay_scan
 
-__all__ = ["Carry", "Row", "replay_scan"]
+__all__ = ["Carry", "Group", "Row", "replay_scan"]

@@ -1,0 +1,125 @@
+"""An unfinished KL run on disk: the metrics of every finished chunk, and the model's state to go on from.
+
+parts/00000-00002048.npz   metrics of document 0, tokens [2048, ...), written after every chunk
+parts/state.safetensors    all states and caches after the newest chunk, replaced after every chunk (less often when
+                           writing takes long: at most a twentieth of the run)
+"""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from replayssm_emulation import UsageError
+from safetensors import safe_open
+from safetensors.torch import save
+from transformers import DynamicCache
+
+from .metrics import TokenMetrics
+from .results import write_atomic
+from .session import Session
+
+_SHARE_OF_RUN = 1 / 20
+
+
+class Checkpoint:
+    """The `parts` folder of one run. fingerprint: changes with anything that changes a number."""
+
+    def __init__(self, folder: Path, fingerprint: str, tokens: int):
+        self.folder, self.fingerprint, self.tokens = folder, fingerprint, tokens
+        self._state = folder / "state.safetensors"
+        self._next_save = 0.0
+
+    def save_chunk(self, document: int, position: int, metrics: TokenMetrics) -> None:
+        """Keep the metrics of the chunk that starts at `position`."""
+        sink = io.BytesIO()
+        arrays: dict[str, Any] = {name: getattr(metrics, name) for name in TokenMetrics.__dataclass_fields__}
+        np.savez(sink, fingerprint=np.array(self.fingerprint), **arrays)
+        write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
+
+    def save_state(self, document: int, position: int, session: Session, cache: DynamicCache) -> None:
+        """Keep everything that the next chunk starts from, unless the last save is too recent for its cost."""
+        started = time.monotonic()
+        if started < self._next_save:
+            return
+        tensors, meta = session.export()
+        for index, layer in enumerate(cache.layers):
+            for name, tensor in _cache_tensors(layer).items():
+                tensors[f"cache.{index}.{name}"] = tensor
+        meta |= {"fingerprint": self.fingerprint, "document": document, "position": position}
+        data = save({k: t.contiguous().cpu() for k, t in tensors.items()}, metadata={"run": json.dumps(meta)})
+        write_atomic(self._state, data)
+        now = time.monotonic()
+        self._next_save = now + (now - started) / _SHARE_OF_RUN
+
+    def load_chunks(self) -> list[list[TokenMetrics]]:
+        """Per document, the finished chunks that can be gone on from: whole documents, and one up to the saved state.
+
+        Raises UsageError for parts of a run with other options.
+        """
+        found: dict[int, dict[int, TokenMetrics]] = {}
+        for path in sorted(self.folder.glob("*.npz")):
+            with np.load(path, allow_pickle=False) as part:
+                self._check(str(part["fingerprint"]), path)
+                document, position = (int(n) for n in path.stem.split("-"))
+                found.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in TokenMetrics.__dataclass_fields__))
+        where = self._saved_at()
+        documents: list[list[TokenMetrics]] = []
+        while len(documents) in found:
+            chunks = found[len(documents)]
+            stop = self.tokens if _covered(chunks) >= self.tokens else where[1] if where and where[0] == len(documents) else 0
+            documents.append([chunks[p] for p in sorted(chunks) if p < stop])
+            if stop < self.tokens:
+                break
+        return documents
+
+    def load_state(self, session: Session, cache: DynamicCache, device: Any) -> None:
+        """Put back what `save_state` kept, into an attached session and an empty cache."""
+        with safe_open(str(self._state), framework="pt", device=str(device)) as file:
+            meta = json.loads(file.metadata()["run"])
+            session.restore({k: file.get_tensor(k) for k in file.keys() if k.startswith("state.")}, meta)  # noqa: SIM118
+            for index in range(len(cache.layers)):
+                stored = {k.split(".")[2]: file.get_tensor(k) for k in file.keys() if k.startswith(f"cache.{index}.")}  # noqa: SIM118
+                if "keys" in stored:
+                    cache.update(stored["keys"], stored["values"], index)
+                if "conv" in stored:
+                    cache.update_conv_state(stored["conv"], index)
+                if "recurrent" in stored:
+                    cache.update_recurrent_state(stored["recurrent"], layer_idx=index)
+
+    def remove(self) -> None:
+        """The run is complete: its parts are no longer needed."""
+        for path in [*self.folder.glob("*.npz"), self._state]:
+            path.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _saved_at(self) -> tuple[int, int] | None:
+        if not self._state.exists():
+            return None
+        with safe_open(str(self._state), framework="pt") as file:
+            meta = json.loads(file.metadata()["run"])
+        self._check(meta["fingerprint"], self._state)
+        return meta["document"], meta["position"]
+
+    def _check(self, fingerprint: str, path: Path) -> None:
+        if fingerprint != self.fingerprint:
+            raise UsageError(f"{path} belongs to a run with other options: pass --overwrite, or the options of that run")
+
+
+def _covered(chunks: dict[int, TokenMetrics]) -> int:
+    """Tokens covered without a gap from 0 on."""
+    position = 0
+    while position in chunks:
+        position += chunks[position].kl.shape[1]
+    return position
+
+
+def _cache_tensors(layer: Any) -> dict[str, Any]:
+    """What a transformers cache layer holds: keys and values of attention, conv and recurrent state of a state layer."""
+    tensors = {"keys": getattr(layer, "keys", None), "values": getattr(layer, "values", None)}
+    tensors["conv"] = getattr(layer, "conv_states", {}).get(0)
+    tensors["recurrent"] = getattr(layer, "recurrent_states", {}).get(0)
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.numel()}
