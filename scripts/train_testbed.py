@@ -28,6 +28,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h
 END_OF_TEXT = "<|endoftext|>"
 INITIAL_STEP = 0.02  # Δ at initialisation; a head's half-life is ln2 / (|A|·Δ)
 HALF_LIVES = (4.0, 32768.0)  # tokens
+MEMORY_SPEED = 0.1  # learning rate of A and Δ's bias, relative to the rest
 
 
 def read_folder(folder):
@@ -166,9 +167,16 @@ def main():
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters", flush=True)
 
-    decayed = [p for p in model.parameters() if p.ndim == 2]
-    plain = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    # Half-lives move slowly: at full speed training shortens the slow heads tenfold before it has learnt to use them.
+    named = list(model.named_parameters())
+    memory = [p for n, p in named if n.endswith(("A_log", "dt_bias"))]
+    decayed = [p for _, p in named if p.ndim == 2]
+    plain = [p for n, p in named if p.ndim != 2 and not n.endswith(("A_log", "dt_bias"))]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1, "speed": 1.0},
+        {"params": plain, "weight_decay": 0.0, "speed": 1.0},
+        {"params": memory, "weight_decay": 0.0, "speed": MEMORY_SPEED},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device == "cuda")
     tokens = tokens.to(device)
     span = torch.arange(args.context + 1, device=device)
@@ -188,7 +196,7 @@ def main():
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.steps, args.lr, args.warmup)
+            group["lr"] = group["speed"] * learning_rate(step, args.steps, args.lr, args.warmup)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 20 == 0 or step == args.steps - 1:
