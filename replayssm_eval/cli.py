@@ -26,7 +26,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead
 def _console(stderr: bool = False) -> Any:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=stderr)
+    console = Console(stderr=stderr, highlight=False, soft_wrap=stderr)
+    # A file or pipe has no width: rich would cut tables to 80 columns.
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, soft_wrap=stderr, width=200)
 
 
 def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -235,16 +237,20 @@ def _print_kl(result: dict[str, Any]) -> None:
     from . import report
 
     table = Table(title="Mean KL against fp32 state, nats per token, by position", title_justify="left", box=None, pad_edge=False)
-    columns = [f"{report._thousands(a)}–{report._thousands(b)}" for a, b in result["bins"]]
+    console = _console()
+    fitting = max(2, (console.width - 60) // 10)
+    bins = list(range(len(result["bins"])))
+    if len(bins) > fitting:  # a narrow terminal shows the ends and what fits between; the report has all
+        bins = sorted({round(i * (len(bins) - 1) / (fitting - 1)) for i in range(fitting)})
+    columns = [f"{report.thousands(a)}–{report.thousands(b)}" for a, b in (result["bins"][i] for i in bins)]
     for column in ("scheme", *columns, "all", "p99", "same top-1", "ΔNLL"):
         table.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
     for row in result["rows"]:
         if row["role"] != "reference":
-            figures = [report.number(v) for v in (*row["kl_mean"], row["kl"], row["kl_p99"])]
+            figures = [report.number(v) for v in (*(row["kl_mean"][i] for i in bins), row["kl"], row["kl_p99"])]
             table.add_row(
                 report.label(row), *figures, report.number(row["same_top1_overall"], 4), report.number(row["nll_difference_overall"], 2)
             )
-    console = _console()
     console.print(table)
     for line in report.reading(result):
         console.print(line)

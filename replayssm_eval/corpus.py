@@ -158,9 +158,7 @@ def _pg19(split: str) -> Iterator[Book]:
         first = next(stream)
     except Exception as error:  # the hub client raises many kinds, all meaning "not to be had"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UsageError(
-            f"data set {PG19} ({split}) cannot be reached: {reason}; {advice}"
-        ) from None
+        raise UsageError(f"data set {PG19} ({split}) cannot be reached: {reason}; {advice}") from None
     yield _from_row(first, f"{PG19} {split} row 0", None, 0)
     for index, row in enumerate(stream, 1):
         yield _from_row(row, f"{PG19} {split} row {index}", None, index)

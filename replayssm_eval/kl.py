@@ -174,7 +174,7 @@ def run_kl(
     result = _assemble(options, loaded, books, encoded, infos, series, manifest, problems)
     result["status"] = "failed" if result["problems"] and status == "complete" else status
     result["provenance"] = provenance(started)
-    _write(folder, result, infos, series, encoded)
+    _write(folder, result, infos, series, encoded, options.tokens)
     if status != "interrupted":
         checkpoint.remove()
     result["output"] = str(folder)
@@ -219,6 +219,11 @@ def _run_book(model, session: Session, ids, title, document, options: KlOptions,
     return session.manifest(cache)
 
 
+def _usable(series: list[_Series], tokens: int) -> list[_Series]:
+    """Whole books; one that was cut short only when there is no whole one."""
+    return [one for one in series if one.tokens == tokens] or [one for one in series if one.parts]
+
+
 def _flushes(info: _RowInfo, prompt: int, stop: int) -> int:
     """How often the schedule of a row rounds its state in the tokens [0, stop)."""
     return sum(rounded for _, rounded in Row(info.scheme, prompt=prompt).folds(0, stop))
@@ -239,8 +244,7 @@ def _report_nonfinite(metrics, session, infos, position, title, broken, problems
 
 
 def _assemble(options, loaded, books, encoded, infos, series, manifest, problems) -> dict[str, Any]:
-    # Whole books count; a book that was cut short only when there is no whole one.
-    complete = [one for one in series if one.tokens == options.tokens] or [one for one in series if one.parts]
+    complete = _usable(series, options.tokens)
     tokens = min(one.tokens for one in complete)
     flushes = [_flushes(info, options.prompt_tokens, tokens) for info in infos]
     stacked = {name: np.stack([one.get(name)[:, :tokens] for one in complete], axis=1) for name in ("kl", "same_top1", "nll", "entropy")}
@@ -293,10 +297,10 @@ def _assemble(options, loaded, books, encoded, infos, series, manifest, problems
     }
 
 
-def _write(folder: Path, result: dict[str, Any], infos, series, encoded) -> None:
+def _write(folder: Path, result: dict[str, Any], infos, series, encoded, tokens) -> None:
     """kl.json last: a folder that has it has everything."""
     write_atomic(folder / "kl.parquet", _parquet(infos, series, encoded))
-    curves = [_curve(one) for one in series if one.parts]
+    curves = [_curve(one) for one in _usable(series, tokens)]
     figure = report.kl_figure(result, curves)
     for kind in ("png", "svg"):
         write_atomic(folder / f"kl.{kind}", figure[kind])

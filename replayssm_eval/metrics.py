@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 # Tokens per block: peak extra memory is rows x block x vocabulary x 8 bytes, whatever the context.
-BLOCK_ELEMENTS = 1 << 26
+# (a dozen temporaries of it). A CPU works best inside its caches, a GPU on large products.
+BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 @dataclass
@@ -26,6 +27,7 @@ class TokenMetrics:
     entropy: np.ndarray
 
 
+@torch.inference_mode()
 def compare_logits(logits: Tensor, targets: Tensor) -> TokenMetrics:
     """Metrics of raw logits `[R, T, V]` of any float dtype; targets `[T]`, -1 where there is no next token.
 
@@ -46,10 +48,11 @@ def compare_logits(logits: Tensor, targets: Tensor) -> TokenMetrics:
     return TokenMetrics(*(x.cpu().numpy() for x in (kl.float(), top == top[:1], nll.float(), entropy.float())))
 
 
+@torch.inference_mode()
 def compare_hidden(hidden: Tensor, head: Any, targets: Tensor) -> TokenMetrics:
     """Metrics from last hidden states `[R, T, hidden]` and the output head, in blocks: whole logits never exist."""
     vocab = head.weight.shape[0]
-    block = max(1, BLOCK_ELEMENTS // (len(hidden) * vocab))
+    block = max(1, BLOCK_ELEMENTS.get(hidden.device.type, 1 << 21) // (len(hidden) * vocab))
     parts = []
     for a in range(0, hidden.shape[1], block):
         logits = head(hidden[:, a : a + block].to(head.weight.dtype)).float()

@@ -99,10 +99,11 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
             positive = np.flatnonzero(means > 0)
             if positive.size:
                 ends.append((means[positive[-1]], label(row), colour))
-        top.set(xscale="log", yscale="log", ylabel="KL(fp32 ‖ scheme), nats per token")
-        top.set_xticks([b for _, b in bins], [_thousands(b) for _, b in bins])
+        top.set(xscale="log", yscale="log" if ends else "linear", ylabel="KL(fp32 ‖ scheme), nats per token")
+        top.set_xticks([b for _, b in bins], [thousands(b) for _, b in bins])
         top.minorticks_off()
-        _direct_labels(top, middle[-1], ends)
+        if ends:
+            _direct_labels(top, middle[-1], ends)
         control = result["control"]["kl_max"]
         note = "control (a second fp32 row): KL exactly 0" if control == 0 else f"control (dotted): KL at most {control:.1e}"
         top.text(
@@ -128,7 +129,7 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
     return out
 
 
-def _thousands(value: int) -> str:
+def thousands(value: int) -> str:
     return f"{value // 1024}K" if value >= 1024 else str(value)
 
 
@@ -163,7 +164,7 @@ def reading(result: dict[str, Any]) -> list[str]:
         if ratio is None:
             continue
         if intervals[-1][0] > intervals[0][1]:
-            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {_thousands(result['bins'][0][1])} tokens in the last bin"
+            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {thousands(result['bins'][0][1])} tokens in the last bin"
         elif intervals[-1][1] < intervals[0][0]:
             verdict = f"drifts less late than early ({ratio:.2f} times)"
         else:
@@ -180,10 +181,11 @@ def _environment(escape: bool) -> Any:
         autoescape=escape,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["number"] = number
-    environment.filters["thousands"] = _thousands
+    environment.filters["thousands"] = thousands
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     environment.globals.update(label=label, growth=growth)
     return environment

@@ -24,7 +24,15 @@ def nemotron_h(pattern: str = "M-M*", dtype: torch.dtype = torch.float32) -> Nem
 def mamba2(layers: int = 3) -> Mamba2ForCausalLM:
     torch.manual_seed(0)
     config = Mamba2Config(
-        vocab_size=VOCAB, hidden_size=240, expand=2, num_heads=6, head_dim=80, state_size=48, n_groups=3, num_hidden_layers=layers, chunk_size=32
+        vocab_size=VOCAB,
+        hidden_size=240,
+        expand=2,
+        num_heads=6,
+        head_dim=80,
+        state_size=48,
+        n_groups=3,
+        num_hidden_layers=layers,
+        chunk_size=32,
     )
     return strong_states(Mamba2ForCausalLM(config).eval())
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from models import mamba1, mamba2, nemotron_h, token_ids
 from replayssm_emulation import RunError, UsageError, parse_scheme
+from replayssm_kernels import Row
+from transformers import DynamicCache
+
 from replayssm_eval import attach
 from replayssm_eval.families import FAMILIES
 from replayssm_eval.session import hidden_states, state_layers
-from replayssm_kernels import Row
-from transformers import DynamicCache
 
 MODELS = {
     "NemotronH-M-M*": lambda: nemotron_h("M-M*"),

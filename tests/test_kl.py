@@ -1,0 +1,278 @@
+"""Whole runs on the shipped testbed: schema, exactness, repeatability, and one clear line for every failure."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from models import VOCAB, nemotron_h
+from replayssm_emulation import RunError, UsageError
+
+from replayssm_eval import kl as kl_module
+from replayssm_eval import run_kl
+from replayssm_eval.kl import OUTPUT_FILES, KlOptions
+from replayssm_eval.models import Loaded, load
+
+SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
+TOKENS = 1100
+
+
+@pytest.fixture(scope="session")
+def testbed():
+    return load("tiny-mamba2")
+
+
+@pytest.fixture(scope="session")
+def run(testbed, tmp_path_factory):
+    """A function that runs the testbed once per set of options."""
+    done = {}
+
+    def once(**options):
+        key = str(sorted(options.items()))
+        if key not in done:
+            folder = tmp_path_factory.mktemp("run") / "out"
+            done[key] = (
+                run_kl(KlOptions(**{"schemes": SCHEMES, "tokens": TOKENS, "chunk_size": 512, **options}), output=folder, loaded=testbed),
+                folder,
+            )
+        return done[key]
+
+    return once
+
+
+def per_token(folder, column):
+    """Scheme and seed -> array over positions, for one book."""
+    table = pq.read_table(folder / "kl.parquet").to_pandas()
+    return {
+        key[:2]: group.sort_values("position")[column].to_numpy()
+        for key, group in table.groupby(["scheme", "seed", "role", "book"], observed=True)
+    }
+
+
+def test_the_result_follows_its_schema(run) -> None:
+    result, folder = run()
+    written = json.loads((folder / "kl.json").read_text())
+    assert sorted(p.name for p in folder.iterdir()) == sorted(f for f in OUTPUT_FILES if f != "parts")
+    assert written["schema"] == "replayssm-eval/kl@1"
+    assert written["status"] == "complete"
+    assert written["tokens"] == TOKENS
+    assert written["bins"] == [[0, 1024], [1024, TOKENS]]
+    assert written["control"] == {"kl_max": 0.0}
+    assert [(r["role"], r["scheme"]) for r in written["rows"]] == [
+        ("reference", "fp32"),
+        ("control", "fp32"),
+        *(("scheme", s) for s in SCHEMES),
+    ]
+    for row in written["rows"]:
+        assert len(row["kl_mean"]) == len(row["kl_ci95"]) == len(row["same_top1"]) == len(row["nll"]) == 2
+        assert row["nonfinite"] == 0
+        assert row["flushes"] == TOKENS // 16
+        assert {"kl", "kl_median", "kl_p99", "kl_p999", "kl_max", "seed"} <= row.keys()
+    assert [entry["layer"] for entry in written["model"]["state_layers"]] == [0, 1, 3, 4, 6, 7]
+    assert sum(written["entropy_buckets"]["tokens"]) == TOKENS
+    assert result["output"] == str(folder)
+    assert "<svg" in (folder / "report.html").read_text()
+    assert (folder / "kl.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_json_agrees_with_the_per_token_file(run) -> None:
+    result, folder = run()
+    for row in result["rows"][2:]:
+        series = per_token(folder, "kl")[row["scheme"], row["seed"]].astype(np.float64)
+        assert row["kl"] == pytest.approx(series.mean(), rel=1e-9)
+        assert row["kl_mean"] == [pytest.approx(series[:1024].mean()), pytest.approx(series[1024:].mean())]
+        assert row["kl_max"] == series.max()
+        assert (series[:16] < 1e-9).all()  # nothing is rounded before the first flush
+        assert series[16:].max() > 1e-4
+
+
+def test_shared_state_drifts_more_than_separate_copies(run) -> None:
+    result, _ = run()
+    shared, separate = result["rows"][2:]
+    assert shared["kl"] > 2 * separate["kl"] > 0
+
+
+def test_two_runs_are_byte_identical(run, testbed, tmp_path) -> None:
+    _, folder = run()
+    run_kl(KlOptions(schemes=SCHEMES, tokens=TOKENS, chunk_size=512), output=tmp_path / "again", loaded=testbed)
+    assert (tmp_path / "again" / "kl.parquet").read_bytes() == (folder / "kl.parquet").read_bytes()
+    assert (tmp_path / "again" / "kl.svg").read_bytes() == (folder / "kl.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change", [{"chunk_size": 2048}, {"chunk_size": 300}, {"schemes": SCHEMES[::-1]}, {"schemes": (*SCHEMES, "fp8@16")}], ids=str
+)
+def test_chunks_and_row_order_keep_the_noise(run, change) -> None:
+    """The same rounding noise: per-token KL agrees to float rounding. A difference in the 7th digit of a fold tips an
+    element over a boundary now and then, so single tokens may move by a little; the drift itself may not."""
+    _, base = run()
+    _, other = run(**change)
+    expected, got = per_token(base, "kl"), per_token(other, "kl")
+    for scheme in SCHEMES:
+        a, b = expected[scheme, 0], got[scheme, 0]
+        assert np.abs(a - b).mean() <= 0.05 * a.mean()
+        assert np.corrcoef(a, b)[0, 1] > 0.99
+
+
+def test_another_seed_is_another_noise_of_the_same_size(run) -> None:
+    result, folder = run(seeds=(0, 1))
+    rows = [(r["scheme"], r["seed"]) for r in result["rows"] if r["role"] == "scheme"]
+    assert rows == [("nvfp4@16", 0), ("nvfp4@16", 1), ("nvfp4/fp16@16", 0), ("nvfp4/fp16@16", 1)]
+    series = per_token(folder, "kl")
+    a, b = series["nvfp4@16", 0], series["nvfp4@16", 1]
+    assert np.corrcoef(a[16:], b[16:])[0, 1] < 0.99
+    assert 0.5 < a.mean() / b.mean() < 2
+    # Adding a seed does not change the rows of the other one (cf. row order).
+    assert np.abs(a - per_token(run()[1], "kl")["nvfp4@16", 0]).mean() <= 0.05 * a.mean()
+
+
+def test_a_nearest_scheme_needs_no_second_seed(run) -> None:
+    result, _ = run(schemes=("nvfp4-rn@16",), seeds=(5, 6), tokens=64)
+    assert [(r["scheme"], r["seed"]) for r in result["rows"][2:]] == [("nvfp4-rn@16", 5)]
+
+
+def test_every_target_is_scored_once_across_chunk_borders(run, testbed) -> None:
+    """NLL of the reference equals the unpatched model's, at every position and across chunk borders."""
+    _, folder = run()
+    from replayssm_eval.corpus import load_books
+
+    ids = torch.tensor(testbed.tokenizer(load_books("builtin")[0].text[:20000])["input_ids"][: TOKENS + 1])
+    with torch.inference_mode():
+        logits = testbed.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="none")
+    table = pq.read_table(folder / "kl.parquet").to_pandas()
+    reference = table[table.role == "reference"].sort_values("position")
+    np.testing.assert_allclose(reference.nll, expected, atol=2e-4)
+    assert reference.token.tolist() == ids[:-1].tolist()
+
+
+def test_prompt_tokens_are_read_in_full_precision(run) -> None:
+    _, folder = run(prompt_tokens=200, tokens=400)
+    series = per_token(folder, "kl")["nvfp4@16", 0]
+    assert (series[:200] < 1e-9).all()
+    assert series[200:].max() > 1e-5
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(run, testbed, tmp_path) -> None:
+    _, folder = run(books=("moby-dick", "persuasion"))
+    options = KlOptions(schemes=SCHEMES, tokens=TOKENS, chunk_size=512, books=("moby-dick", "persuasion"))
+    seen = []
+
+    def stop_in_the_second_book(progress):
+        seen.append((progress.book, progress.done))
+        if progress.book == "persuasion":
+            raise KeyboardInterrupt
+
+    result = run_kl(options, output=tmp_path / "out", loaded=testbed, progress=stop_in_the_second_book)
+    assert result["status"] == "interrupted"
+    assert json.loads((tmp_path / "out" / "kl.json").read_text())["status"] == "interrupted"
+    first = len(seen)
+    result = run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True, progress=lambda p: seen.append((p.book, p.done)))
+    assert result["status"] == "complete"
+    assert seen[first:] == [("persuasion", 1024), ("persuasion", TOKENS)]
+    assert (tmp_path / "out" / "kl.parquet").read_bytes() == (folder / "kl.parquet").read_bytes()
+    assert not (tmp_path / "out" / "parts").exists()
+
+
+def test_parts_of_another_run_are_not_mixed_in(testbed, tmp_path) -> None:
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    options = {"schemes": SCHEMES, "tokens": 128, "chunk_size": 64}
+    run_kl(KlOptions(**options), output=tmp_path / "out", loaded=testbed, progress=stop)
+    with pytest.raises(UsageError, match="other options"):
+        run_kl(KlOptions(**{**options, "seeds": (1,)}), output=tmp_path / "out", loaded=testbed, resume=True)
+
+
+def test_an_output_folder_is_not_overwritten_unasked(run, testbed, tmp_path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    options = KlOptions(schemes=SCHEMES, tokens=64)
+    with pytest.raises(UsageError, match="already holds a run: pass --overwrite"):
+        run_kl(options, output=tmp_path, loaded=testbed)
+    run_kl(options, output=tmp_path, loaded=testbed, overwrite=True)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        run_kl(options, output=tmp_path / "file", loaded=testbed)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokens": 10_000_000}, r"moby_dick.*--tokens 10000000 is more than the book has: \d+ tokens"),
+        ({"tokens": 1}, "--tokens 1: must be at least 2"),
+        ({"chunk_size": 0}, "--chunk-size 0"),
+        ({"prompt_tokens": 64}, "--prompt-tokens 64 leaves nothing"),
+        ({"schemes": ("nvfp4@16", "nvfp4-sr@16")}, "nvfp4@16 is given twice"),
+        ({"schemes": ()}, "no scheme"),
+        ({"schemes": ("nvfp4@0",)}, "L=0"),
+        ({"corpus": "/nowhere"}, "no such file"),
+    ],
+    ids=str,
+)
+def test_bad_options_leave_no_folder_behind(testbed, tmp_path, options, says) -> None:
+    with pytest.raises(UsageError, match=says):
+        run_kl(KlOptions(**{"schemes": SCHEMES, "tokens": 64, **options}), output=tmp_path / "out", loaded=testbed)
+    assert not (tmp_path / "out").exists()
+
+
+class Letters:
+    """A tokenizer for the tiny random models: one token per character."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(c) % VOCAB for c in text]}
+
+
+def tiny(model):
+    return Loaded(model, Letters(), {"name": "tiny-random", "type": "nemotron_h", "dtype": "float32", "device": "cpu"})
+
+
+def test_nan_in_one_row_is_named_marked_and_kept_out(tmp_path, monkeypatch) -> None:
+    """The row fails with its first position and layer; the other rows and the file stay valid."""
+    import replayssm_eval.session as session_module
+
+    original = session_module.replay_scan
+
+    def poison(*args, layer, **kwargs):
+        o, carry = original(*args, layer=layer, **kwargs)
+        if layer == 2 and carry.position == 64 and o.shape[1] == 32:
+            o[2, 8:] = torch.nan
+        return o, carry
+
+    monkeypatch.setattr(session_module, "replay_scan", poison)
+    result = run_kl(KlOptions(schemes=SCHEMES, tokens=128, chunk_size=32), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M")))
+    assert result["status"] == "failed"
+    assert len(result["problems"]) == 1
+    assert "nvfp4@16 (seed 0) is not finite from position 40 on, first seen in state layer 2" in result["problems"][0]
+    row = json.loads((tmp_path / "out" / "kl.json").read_text())["rows"][2]
+    assert row["nonfinite"] == 24  # the outputs of tokens 40..63 were poisoned, the state was not
+    assert math.isfinite(row["kl"])
+    assert "Problem" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_lossy_scheme_without_any_drift_is_an_error(tmp_path, monkeypatch) -> None:
+    """P5: an emulation that does not reach the state must not report KL 0."""
+    import replayssm_kernels.scan as scan
+
+    monkeypatch.setattr(scan, "quantize_with_noise", lambda x, *_: x.clone())
+    result = run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+    assert result["status"] == "failed"
+    assert "nvfp4@16: KL is exactly 0 on all tokens although its state was rounded" in result["problems"][0]
+
+
+def test_a_skipped_rounding_is_an_error(tmp_path, monkeypatch) -> None:
+    """P5: roundings counted in the live state must be those of the schedule."""
+    monkeypatch.setattr(kl_module, "_flushes", lambda *_: 3)
+    with pytest.raises(RunError, match="states were rounded"):
+        run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+
+
+def test_titles_are_escaped_in_html(tmp_path) -> None:
+    book = tmp_path / "<script>alert(1)<" / "script>.txt"
+    book.parent.mkdir(parents=True, exist_ok=True)
+    book.write_text("once upon a time " * 10)
+    run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64, corpus=str(book)), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<script>" not in page
