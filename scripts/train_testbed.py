@@ -214,7 +214,7 @@ def main():
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     record = {
-        "command": vars(args),
+        "command": {k: v for k, v in vars(args).items() if k not in ("corpus", "output")},
         "books": sorted(books),
         "characters": characters,
         "tokens": len(stream),
