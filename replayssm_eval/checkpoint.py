@@ -8,16 +8,20 @@ parts/state.safetensors    all states and caches after the newest chunk, replace
 import io
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from replayssm_emulation import UsageError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import DynamicCache
 
 from .metrics import TokenMetrics
+from .per_token import METRICS
 from .results import write_atomic
 from .session import Session
 
@@ -35,7 +39,7 @@ class Checkpoint:
     def save_chunk(self, document: int, position: int, metrics: TokenMetrics) -> None:
         """Keep the metrics of the chunk that starts at `position`."""
         sink = io.BytesIO()
-        arrays: dict[str, Any] = {name: getattr(metrics, name) for name in TokenMetrics.__dataclass_fields__}
+        arrays: dict[str, Any] = {name: getattr(metrics, name) for name in METRICS}
         np.savez(sink, fingerprint=np.array(self.fingerprint), **arrays)
         write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
 
@@ -61,10 +65,10 @@ class Checkpoint:
         """
         found: dict[int, dict[int, TokenMetrics]] = {}
         for path in sorted(self.folder.glob("*.npz")):
-            with np.load(path, allow_pickle=False) as part:
+            with _refusing_damage(path), np.load(path, allow_pickle=False) as part:
                 self._check(str(part["fingerprint"]), path)
                 document, position = (int(n) for n in path.stem.split("-"))
-                found.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in TokenMetrics.__dataclass_fields__))
+                found.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in METRICS))
         where = self._saved_at()
         documents: list[list[TokenMetrics]] = []
         while len(documents) in found:
@@ -99,7 +103,7 @@ class Checkpoint:
     def _saved_at(self) -> tuple[int, int] | None:
         if not self._state.exists():
             return None
-        with safe_open(str(self._state), framework="pt") as file:
+        with _refusing_damage(self._state), safe_open(str(self._state), framework="pt") as file:
             meta = json.loads(file.metadata()["run"])
         self._check(meta["fingerprint"], self._state)
         return meta["document"], meta["position"]
@@ -107,6 +111,17 @@ class Checkpoint:
     def _check(self, fingerprint: str, path: Path) -> None:
         if fingerprint != self.fingerprint:
             raise UsageError(f"{path} belongs to a run with other options: pass --overwrite, or the options of that run")
+
+
+@contextmanager
+def _refusing_damage(path: Path) -> Iterator[None]:
+    """A cut or foreign file is one clear line, never half a run."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, EOFError, KeyError, ValueError, TypeError, BadZipFile, SafetensorError) as error:
+        raise UsageError(f"{path} is damaged ({type(error).__name__}): delete it, or pass --overwrite") from None
 
 
 def _covered(chunks: dict[int, TokenMetrics]) -> int:

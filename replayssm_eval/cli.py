@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +23,12 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 
 
-def _console(stderr: bool = False) -> Any:
+def _console() -> Any:
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False, soft_wrap=stderr)
+    console = Console(highlight=False)
     # A file or pipe has no width: rich would cut tables to 80 columns.
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, soft_wrap=stderr, width=200)
+    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -148,6 +148,7 @@ def kl(
     for text in scheme or []:  # before torch is imported: a typing error should cost no wait
         parse_scheme(text)
     from .kl import DEFAULT_SCHEMES, KlOptions, run_kl
+    from .progress import on_stderr
 
     options = KlOptions(
         model=model,
@@ -168,7 +169,7 @@ def kl(
         follow_hf_clamp=follow_hf_clamp,
     )
     try:
-        with _progress(quiet) as update:
+        with on_stderr(quiet) as update:
             result = run_kl(options, output=output, overwrite=overwrite, resume=resume, progress=update)
     except KeyboardInterrupt:
         print("replayssm-eval: interrupted before the first chunk was finished", file=sys.stderr)
@@ -187,48 +188,6 @@ def kl(
         raise typer.Exit(130)
     if result["status"] != "complete":
         raise typer.Exit(1)
-
-
-class _progress:
-    """Progress on stderr: a bar on a terminal, a line per chunk elsewhere; nothing with --quiet."""
-
-    def __init__(self, quiet: bool):
-        self.quiet = quiet
-        self.bar: Any = None
-
-    def __enter__(self) -> Callable[[Any], None]:
-        console = _console(stderr=True)
-        if self.quiet:
-            return lambda _: None
-        if not console.is_terminal:
-            return lambda p: print(f"{p.book}: {p.done}/{p.total} tokens  {self._running(p)}", file=sys.stderr, flush=True)
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[kl]}"),
-        )
-        self.bar = Progress(*columns, console=console, transient=True)
-        self.bar.start()
-        tasks: dict[str, Any] = {}
-
-        def update(p: Any) -> None:
-            if p.book not in tasks:
-                tasks[p.book] = self.bar.add_task(p.book, total=p.total, kl="")
-            self.bar.update(tasks[p.book], completed=p.done, kl=self._running(p))
-
-        return update
-
-    @staticmethod
-    def _running(p: Any) -> str:
-        return "KL " + "  ".join(f"{name} {value:.2g}" for name, value in p.kl.items())
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
 
 
 def _print_kl(result: dict[str, Any]) -> None:

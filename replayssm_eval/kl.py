@@ -2,10 +2,9 @@
 
 import datetime
 import hashlib
-import io
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import Row
+from torch import Tensor
 from transformers import DynamicCache
 
 from . import report, stats
@@ -20,6 +20,8 @@ from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .metrics import TokenMetrics, compare_hidden
 from .models import Loaded, load
+from .per_token import RowInfo, Series, parquet, stack
+from .progress import Progress, Report, silent
 from .results import SCHEMA_KL, claim_output, default_output, provenance, write_atomic, write_json
 from .session import Session, attach, hidden_states
 
@@ -66,53 +68,13 @@ class KlOptions:
         return schemes
 
 
-@dataclass
-class Progress:
-    """One finished chunk: where the run is, and the mean KL of each scheme in it."""
-
-    book: str
-    done: int
-    total: int
-    kl: dict[str, float]
-
-
-@dataclass
-class _RowInfo:
-    scheme: Scheme
-    seed: int
-    role: str
-
-    @property
-    def label(self) -> str:
-        return self.role if self.role != "scheme" else str(self.scheme)
-
-
-@dataclass
-class _Series:
-    """Per-token metrics of one book, chunk by chunk."""
-
-    parts: list[TokenMetrics] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(p.kl.shape[1] for p in self.parts)
-
-    def running_kl(self, infos: "Sequence[_RowInfo]") -> dict[str, float]:
-        """Mean KL of every scheme over the newest chunk."""
-        newest = self.parts[-1].kl
-        return {i.label: stats.mean(newest[r]) or 0.0 for r, i in enumerate(infos) if i.role == "scheme"}
-
-    def get(self, name: str) -> np.ndarray:
-        return np.concatenate([getattr(p, name) for p in self.parts], axis=1)
-
-
-def row_infos(schemes: Sequence[Scheme], seeds: Sequence[int]) -> list[_RowInfo]:
+def row_infos(schemes: Sequence[Scheme], seeds: Sequence[int]) -> list[RowInfo]:
     """Reference and control, then every scheme with every seed (once, if it draws no noise)."""
     fp32 = parse_scheme("fp32")
-    rows = [_RowInfo(fp32, 0, "reference"), _RowInfo(fp32, 0, "control")]
+    rows = [RowInfo(fp32, 0, "reference"), RowInfo(fp32, 0, "control")]
     for scheme in schemes:
         stochastic = any(c is not None and c.lossy and c.rounding == "stochastic" for c in (scheme.recurrence, scheme.read))
-        rows += [_RowInfo(scheme, seed, "scheme") for seed in (seeds if stochastic else seeds[:1])]
+        rows += [RowInfo(scheme, seed, "scheme") for seed in (seeds if stochastic else seeds[:1])]
     return rows
 
 
@@ -123,14 +85,14 @@ def run_kl(
     overwrite: bool = False,
     resume: bool = False,
     loaded: Loaded | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Report = silent,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Run the comparison, write `output` (design of the files: README) and return what kl.json holds.
+    """Run the comparison, write `output` and return what kl.json holds, with the folder under "output".
 
     options, changes: a `KlOptions`, or its fields as keywords. output: the folder; None makes runs/kl-<model>-<time>.
     loaded: a model that is loaded already (options.model then only names it). progress: called after every chunk.
-    The returned "status" is "complete", "failed" (non-finite or wrong numbers: see "problems") or "interrupted".
+    "status" is "complete", "failed" (non-finite or wrong numbers: see "problems") or "interrupted".
     Raises UsageError for bad options or inputs, RunError when nothing can be compared.
     """
     options = KlOptions(**changes) if options is None else options
@@ -147,41 +109,18 @@ def run_kl(
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )
-    encoded = [_encode(loaded.tokenizer, book, options.tokens) for book in books]
-    infos = row_infos(schemes, list(options.seeds))
-    checkpoint = Checkpoint(folder / "parts", _fingerprint(options, infos, encoded, loaded), options.tokens)
-    series = [_Series(chunks) for chunks in (checkpoint.load_chunks() if resume else [])]
-
-    problems: list[str] = []
-    status, manifest = "complete", []
-    with attach(loaded.model, [i.scheme for i in infos], follow_hf_clamp=options.follow_hf_clamp) as session:
-        for document, (book, ids) in enumerate(zip(books, encoded, strict=True)):
-            if document == len(series):
-                series.append(_Series())
-            if series[document].tokens == options.tokens:
-                continue
-            session.start([Row(i.scheme, i.seed, document, options.prompt_tokens) for i in infos])
-            try:
-                manifest = _run_book(
-                    loaded.model, session, ids, book.title, document, options, infos, series[document], checkpoint, problems, progress
-                )
-            except KeyboardInterrupt:
-                status = "interrupted"
-                break
-
-    if not any(one.parts for one in series):
-        raise KeyboardInterrupt
-    result = _assemble(options, loaded, books, encoded, infos, series, manifest, problems)
-    result["status"] = "failed" if result["problems"] and status == "complete" else status
+    run = _Run(options, loaded, books, row_infos(schemes, list(options.seeds)), folder, resume, progress)
+    status = run.read_books()
+    result = run.result()
+    result["status"] = "failed" if run.problems and status == "complete" else status
     result["provenance"] = provenance(started)
-    _write(folder, result, infos, series, encoded, options.tokens)
+    run.write(result)
     if status != "interrupted":
-        checkpoint.remove()
-    result["output"] = str(folder)
-    return result
+        run.checkpoint.remove()
+    return {**result, "output": str(folder)}
 
 
-def _encode(tokenizer: Any, book: Book, tokens: int) -> torch.Tensor:
+def _encode(tokenizer: Any, book: Book, tokens: int) -> Tensor:
     """The first `tokens` token ids and, where the book goes on, the one after them (the last target)."""
     ids = tokenizer(book.text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < tokens:
@@ -189,172 +128,166 @@ def _encode(tokenizer: Any, book: Book, tokens: int) -> torch.Tensor:
     return torch.tensor(ids[: tokens + 1])
 
 
-def _run_book(model, session: Session, ids, title, document, options: KlOptions, infos, series: _Series, checkpoint, problems, progress):
-    """Read one book chunk by chunk, going on where `series` ends; returns the manifest of the state layers."""
-    cache = DynamicCache(config=model.config)
-    if series.tokens:
-        checkpoint.load_state(session, cache, model.device)
-    tokens, chunk = options.tokens, options.chunk_size
-    targets = torch.full((tokens,), -1)
-    targets[: len(ids) - 1] = ids[1 : tokens + 1]
-    head = model.get_output_embeddings()
-    broken: set[int] = set()
-    with torch.inference_mode(), torch.backends.cudnn.flags(allow_tf32=False):
-        for position in range(series.tokens, tokens, chunk):
-            stop = min(position + chunk, tokens)
-            batch = ids[position:stop].to(model.device).expand(len(infos), -1)
-            metrics = compare_hidden(hidden_states(model, batch, cache, position), head, targets[position:stop])
-            if session.tokens != stop:
-                raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
-            if session.flushes != (expected := [_flushes(i, options.prompt_tokens, stop) for i in infos]):
-                raise RunError(f"{title}: states were rounded {session.flushes} times by position {stop} where {expected} was due")
-            series.parts.append(metrics)
-            checkpoint.save_chunk(document, position, metrics)
-            if stop < tokens:
-                checkpoint.save_state(document, stop, session, cache)
-            _report_nonfinite(metrics, session, infos, position, title, broken, problems)
-            progress(Progress(title, stop, tokens, series.running_kl(infos)))
-            if 0 in broken:
-                break
-    return session.manifest(cache)
-
-
-def _usable(series: list[_Series], tokens: int) -> list[_Series]:
-    """Whole books; one that was cut short only when there is no whole one."""
-    return [one for one in series if one.tokens == tokens] or [one for one in series if one.parts]
-
-
-def _flushes(info: _RowInfo, prompt: int, stop: int) -> int:
+def _flushes(row: RowInfo, prompt: int, stop: int) -> int:
     """How often the schedule of a row rounds its state in the tokens [0, stop)."""
-    return sum(rounded for _, rounded in Row(info.scheme, prompt=prompt).folds(0, stop))
+    return sum(rounded for _, rounded in Row(row.scheme, prompt=prompt).folds(0, stop))
 
 
-def _report_nonfinite(metrics, session, infos, position, title, broken, problems) -> None:
-    """The first non-finite KL of every row becomes one line that says where it came from."""
-    for row, info in enumerate(infos):
-        bad = np.flatnonzero(~np.isfinite(metrics.kl[row]))
-        if row in broken or not bad.size:
-            continue
-        broken.add(row)
-        layer = session.first_nonfinite_layer(row)
-        where = "the output head" if layer is None else f"state layer {layer}"
-        problems.append(
-            f"{title}: {info.label} (seed {info.seed}) is not finite from position {position + int(bad[0])} on, first seen in {where}"
-        )
+class _Run:
+    """One run: its inputs, the series read so far, and what was found wrong."""
 
+    def __init__(
+        self, options: KlOptions, loaded: Loaded, books: list[Book], rows: list[RowInfo], folder: Path, resume: bool, progress: Report
+    ):
+        self.options, self.loaded, self.books, self.rows, self.folder, self.progress = options, loaded, books, rows, folder, progress
+        self.ids = [_encode(loaded.tokenizer, book, options.tokens) for book in books]
+        self.checkpoint = Checkpoint(folder / "parts", self._fingerprint(), options.tokens)
+        self.series = [Series(chunks) for chunks in (self.checkpoint.load_chunks() if resume else [])]
+        self.problems: list[str] = []
+        self.manifest: list[dict[str, Any]] = []
 
-def _assemble(options, loaded, books, encoded, infos, series, manifest, problems) -> dict[str, Any]:
-    complete = _usable(series, options.tokens)
-    tokens = min(one.tokens for one in complete)
-    flushes = [_flushes(info, options.prompt_tokens, tokens) for info in infos]
-    stacked = {name: np.stack([one.get(name)[:, :tokens] for one in complete], axis=1) for name in ("kl", "same_top1", "nll", "entropy")}
-    bins = stats.position_bins(tokens)
-    rows = []
-    for r, info in enumerate(infos):
-        numbers = stats.row_statistics(
-            stacked["kl"][r], stacked["same_top1"][r], stacked["nll"][r], stacked["nll"][0], stacked["entropy"][0], bins
-        )
-        rows.append({"scheme": str(info.scheme), "seed": info.seed, "role": info.role, **numbers, "flushes": flushes[r]})
-        if numbers["kl_min"] is not None and numbers["kl_min"] < _MOST_NEGATIVE_KL:
-            problems.append(f"{info.label}: a KL of {numbers['kl_min']:.3g} is negative beyond rounding: the comparison is wrong")
-        if numbers["nonfinite"] and not any(f"{info.label} (seed {info.seed})" in p for p in problems):
-            problems.append(f"{info.label} (seed {info.seed}) is not finite at {numbers['nonfinite']} positions")
-        rounded_and_read = info.scheme.lossy and flushes[r] > 1
-        if rounded_and_read and numbers["kl_max"] == 0 and not numbers["nonfinite"]:
-            problems.append(f"{info.label}: KL is exactly 0 on all tokens although its state was rounded: the emulation did not run")
-    edges = [None if e == np.inf else e for e in stats.ENTROPY_EDGES]
-    counts = np.histogram(np.maximum(stacked["entropy"][0], 0), bins=np.array(stats.ENTROPY_EDGES))[0]
-    return {
-        "schema": SCHEMA_KL,
-        "status": "complete",
-        "problems": problems,
-        "model": {**loaded.info, "state_layers": manifest},
-        "corpus": {
-            "name": options.corpus,
-            "books": [
-                {
-                    "title": b.title,
-                    "source": Path(b.source).name if options.corpus == "builtin" else b.source,
-                    "sha256": hashlib.sha256(b.text.encode()).hexdigest(),
-                    "characters": len(b.text),
-                }
-                for b in books
-            ],
-        },
-        "tokens": tokens,
-        "prompt_tokens": options.prompt_tokens,
-        "chunk_size": options.chunk_size,
-        "follow_hf_clamp": options.follow_hf_clamp,
-        "vocabulary": {
-            "columns": int(loaded.model.get_output_embeddings().weight.shape[0]),
-            "rule": "every column of the output head counts, padding included",
-        },
-        "bins": bins,
-        "entropy_buckets": {"edges": edges, "tokens": counts, "of": "reference, nats"},
-        "intervals": "95% percentile bootstrap over " + ("books" if len(complete) >= 8 else "blocks of consecutive tokens"),
-        "rows": rows,
-        "control": {"kl_max": rows[1]["kl_max"]},
-    }
+    def _fingerprint(self) -> str:
+        """Changes with anything that changes a number: parts of another run are never mixed in."""
+        o = self.options
+        text = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in self.ids)).hexdigest()
+        rows = [(str(r.scheme), r.seed) for r in self.rows]
+        what = [self.loaded.info, o.tokens, o.prompt_tokens, o.chunk_size, o.follow_hf_clamp, rows, text, torch.__version__]
+        return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
+    def read_books(self) -> str:
+        """Read what is not read yet; returns "complete", or "interrupted" after at least one chunk."""
+        prompt = self.options.prompt_tokens
+        try:
+            with attach(self.loaded.model, [r.scheme for r in self.rows], follow_hf_clamp=self.options.follow_hf_clamp) as session:
+                for document in range(len(self.books)):
+                    if document == len(self.series):
+                        self.series.append(Series())
+                    if self.series[document].tokens < self.options.tokens:
+                        session.start([Row(r.scheme, r.seed, document, prompt) for r in self.rows])
+                        self._read_book(session, document)
+        except KeyboardInterrupt:
+            if not any(one.chunks for one in self.series):
+                raise
+            return "interrupted"
+        return "complete"
 
-def _write(folder: Path, result: dict[str, Any], infos, series, encoded, tokens) -> None:
-    """kl.json last: a folder that has it has everything."""
-    write_atomic(folder / "kl.parquet", _parquet(infos, series, encoded))
-    curves = [_curve(one) for one in _usable(series, tokens)]
-    figure = report.kl_figure(result, curves)
-    for kind in ("png", "svg"):
-        write_atomic(folder / f"kl.{kind}", figure[kind])
-    write_atomic(folder / "report.md", report.kl_markdown(result))
-    write_atomic(folder / "report.html", report.kl_html(result, figure["svg"].decode()))
-    write_json(folder / "kl.json", result)
+    def _read_book(self, session: Session, document: int) -> None:
+        """Go on with one book, chunk by chunk, from where its series ends."""
+        model, ids, series, title = self.loaded.model, self.ids[document], self.series[document], self.books[document].title
+        tokens, prompt = self.options.tokens, self.options.prompt_tokens
+        cache = DynamicCache(config=model.config)
+        if series.tokens:
+            self.checkpoint.load_state(session, cache, model.device)
+        targets = torch.full((tokens,), -1)
+        targets[: len(ids) - 1] = ids[1 : tokens + 1]
+        head = model.get_output_embeddings()
+        broken: set[int] = set()
+        with torch.inference_mode(), torch.backends.cudnn.flags(allow_tf32=False):
+            for position in range(series.tokens, tokens, self.options.chunk_size):
+                stop = min(position + self.options.chunk_size, tokens)
+                batch = ids[position:stop].to(model.device).expand(len(self.rows), -1)
+                metrics = compare_hidden(hidden_states(model, batch, cache, position), head, targets[position:stop])
+                if session.tokens != stop:
+                    raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
+                if session.flushes != (due := [_flushes(r, prompt, stop) for r in self.rows]):
+                    raise RunError(f"{title}: states were rounded {session.flushes} times by position {stop} where {due} was due")
+                series.chunks.append(metrics)
+                self.manifest = session.manifest(cache)
+                self.checkpoint.save_chunk(document, position, metrics)
+                if stop < tokens:
+                    self.checkpoint.save_state(document, stop, session, cache)
+                self._note_nonfinite(metrics, session, position, title, broken)
+                newest = {r.name: stats.mean(metrics.kl[i]) or 0.0 for i, r in enumerate(self.rows) if r.role == "scheme"}
+                self.progress(Progress(title, document * tokens + stop, len(self.books) * tokens, newest))
+                if 0 in broken:
+                    break  # without a reference nothing can be compared
 
-
-def _curve(one: _Series) -> dict[str, np.ndarray]:
-    return {name: one.get(name) for name in ("kl", "same_top1", "nll")}
-
-
-def _parquet(infos, series, encoded) -> bytes:
-    """The per-token file: one line per book, row and position; equal runs give equal bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = pa.schema(
-        [
-            ("book", pa.int32()),
-            ("row", pa.int32()),
-            ("scheme", pa.dictionary(pa.int32(), pa.string())),
-            ("seed", pa.int64()),
-            ("role", pa.dictionary(pa.int32(), pa.string())),
-            ("position", pa.int32()),
-            ("token", pa.int32()),
-            ("kl", pa.float32()),
-            ("same_top1", pa.bool_()),
-            ("nll", pa.float32()),
-            ("entropy", pa.float32()),
-        ]
-    )
-    sink = io.BytesIO()
-    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-        for book, (one, ids) in enumerate(zip(series, encoded, strict=False)):
-            if not one.parts:
+    def _note_nonfinite(self, metrics: TokenMetrics, session: Session, position: int, title: str, broken: set[int]) -> None:
+        """The first non-finite KL of every row becomes one line that says where it came from."""
+        for index, row in enumerate(self.rows):
+            bad = np.flatnonzero(~np.isfinite(metrics.kl[index]))
+            if index in broken or not bad.size:
                 continue
-            values = {name: one.get(name) for name in ("kl", "same_top1", "nll", "entropy")}
-            tokens = values["kl"].shape[1]
-            for row, info in enumerate(infos):
-                constant = {"book": book, "row": row, "scheme": str(info.scheme), "seed": info.seed, "role": info.role}
-                columns = {k: pa.array([v] * tokens, schema.field(k).type) for k, v in constant.items()}
-                columns |= {
-                    "position": pa.array(np.arange(tokens, dtype=np.int32)),
-                    "token": pa.array(ids[:tokens].numpy().astype(np.int32)),
-                }
-                columns |= {name: pa.array(array[row]) for name, array in values.items()}
-                writer.write_table(pa.table([columns[f.name] for f in schema], schema=schema))
-    return sink.getvalue()
+            broken.add(index)
+            layer = session.first_nonfinite_layer(index)
+            where = "the output head" if layer is None else f"state layer {layer}"
+            self.problems.append(f"{title}: {row.name} is not finite from position {position + int(bad[0])} on, first seen in {where}")
+
+    def usable(self) -> list[Series]:
+        """Whole books; one that was cut short only when there is no whole one."""
+        return [one for one in self.series if one.tokens == self.options.tokens] or [one for one in self.series if one.chunks]
+
+    def result(self) -> dict[str, Any]:
+        """What kl.json holds, but for status and provenance."""
+        options, series = self.options, self.usable()
+        tokens = min(one.tokens for one in series)
+        values = stack(series, tokens)
+        bins = stats.position_bins(tokens)
+        rows = []
+        for r, row in enumerate(self.rows):
+            numbers = stats.row_statistics(
+                values["kl"][r], values["same_top1"][r], values["nll"][r], values["nll"][0], values["entropy"][0], bins
+            )
+            flushes = _flushes(row, options.prompt_tokens, tokens)
+            rows.append({"scheme": str(row.scheme), "seed": row.seed, "role": row.role, **numbers, "flushes": flushes})
+            self.problems += _doubts(row, numbers, flushes, self.problems)
+        vocabulary = self.loaded.model.get_output_embeddings().weight.shape[0]
+        builtin = options.corpus == "builtin"
+        return {
+            "schema": SCHEMA_KL,
+            "status": "complete",
+            "problems": self.problems,
+            "model": {**self.loaded.info, "state_layers": self.manifest},
+            "corpus": {
+                "name": options.corpus,
+                "split": options.split if options.corpus == "pg19" else None,
+                "special_tokens": "none added",
+                "books": [
+                    {
+                        "title": b.title,
+                        "source": Path(b.source).name if builtin else b.source,
+                        "sha256": hashlib.sha256(b.text.encode()).hexdigest(),
+                        "characters": len(b.text),
+                        "tokens_read": one.tokens,
+                    }
+                    for b, one in zip(self.books, self.series, strict=False)
+                ],
+            },
+            "tokens": tokens,
+            "prompt_tokens": options.prompt_tokens,
+            "chunk_size": options.chunk_size,
+            "follow_hf_clamp": options.follow_hf_clamp,
+            "vocabulary": {"columns": int(vocabulary), "rule": "every column of the output head counts, padding included"},
+            "bins": bins,
+            "entropy_buckets": {
+                "edges": list(stats.ENTROPY_EDGES),
+                "tokens": stats.entropy_counts(values["entropy"][0]),
+                "of": "reference, nats; the last bucket is open",
+            },
+            "intervals": stats.interval_method(len(series)),
+            "rows": rows,
+            "control": {"kl_max": rows[1]["kl_max"]},
+        }
+
+    def write(self, result: dict[str, Any]) -> None:
+        """All files; kl.json last: a folder that has it has everything."""
+        write_atomic(self.folder / "kl.parquet", parquet(self.rows, self.series, self.ids))
+        figure = report.kl_figure(result, stack(self.usable(), result["tokens"]))
+        for kind in ("png", "svg"):
+            write_atomic(self.folder / f"kl.{kind}", figure[kind])
+        write_atomic(self.folder / "report.md", report.kl_markdown(result))
+        write_atomic(self.folder / "report.html", report.kl_html(result, figure["svg"].decode()))
+        write_json(self.folder / "kl.json", result)
 
 
-def _fingerprint(options: KlOptions, infos, encoded, loaded: Loaded) -> str:
-    """Changes with anything that changes a number: parts of another run are never mixed in."""
-    text = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in encoded)).hexdigest()
-    rows = [(str(i.scheme), i.seed) for i in infos]
-    what = [loaded.info, options.tokens, options.prompt_tokens, options.chunk_size, options.follow_hf_clamp, rows, text, torch.__version__]
-    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+def _doubts(row: RowInfo, numbers: dict[str, Any], flushes: int, known: Sequence[str]) -> list[str]:
+    """What makes a row's numbers no result."""
+    found = []
+    if numbers["nonfinite"] and not any(row.name in problem for problem in known):
+        found.append(f"{row.name} is not finite at {numbers['nonfinite']} positions")
+    if numbers["kl_min"] is not None and numbers["kl_min"] < _MOST_NEGATIVE_KL:
+        found.append(f"{row.name}: a KL of {numbers['kl_min']:.3g} is negative beyond rounding: the comparison is wrong")
+    # One flush at the very end is read by nobody; from two on, somebody reads a rounded state.
+    if row.scheme.lossy and flushes > 1 and numbers["kl_max"] == 0 and not numbers["nonfinite"]:
+        found.append(f"{row.name}: KL is exactly 0 on all tokens although its state was rounded: the emulation did not run")
+    return found

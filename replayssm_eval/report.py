@@ -42,10 +42,10 @@ def label(row: dict[str, Any]) -> str:
     return name if not row["seed"] else f"{name} seed {row['seed']}"
 
 
-def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> dict[str, bytes]:
+def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str, bytes]:
     """{"png", "svg"} of KL, same-top-1 and ΔNLL against position.
 
-    curves: per book the arrays `[R, T]` kl, same_top1 and nll; bins start at 64 tokens, finer than those of kl.json.
+    values: `[R, books, T]` of every per-token metric; bins start at 64 tokens, finer than those of kl.json.
     """
     import matplotlib
 
@@ -55,7 +55,6 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
     bins = stats.position_bins(result["tokens"], _FIGURE_FIRST_BIN)
     middle = [np.sqrt(max(a, 16) * b) for a, b in bins]
     tokens = result["tokens"]
-    stacked = {name: np.stack([c[name][:, :tokens] for c in curves], axis=1) for name in ("kl", "same_top1", "nll")}
     style: dict[Any, Any] = {
         "font.size": 9,
         "axes.spines.top": False,
@@ -69,7 +68,7 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
         for r, row in enumerate(result["rows"]):
             if row["role"] == "reference":
                 continue
-            series = {name: [array[r][:, a:b] for a, b in bins] for name, array in stacked.items()}
+            series = {name: [array[r][:, a:b] for a, b in bins] for name, array in values.items()}
             means = np.array([stats.mean(k) or np.nan for k in series["kl"]])
             if row["role"] == "control":
                 if np.nanmax(np.append(means, 0)) > 0:
@@ -79,8 +78,8 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
             marker = "v" if "-rn" in row["scheme"] else "o"
             top.plot(middle, means, line, color=colour, marker=marker, markersize=3.5, linewidth=1.8)
             for quantile, width in ((0.5, 0.7), (0.9, 0.5)):
-                values = [np.quantile(k[np.isfinite(k)], quantile) if np.isfinite(k).any() else np.nan for k in series["kl"]]
-                top.plot(middle, np.where(np.array(values) > 0, values, np.nan), ":", color=colour, linewidth=width)
+                points = [np.quantile(k[np.isfinite(k)], quantile) if np.isfinite(k).any() else np.nan for k in series["kl"]]
+                top.plot(middle, np.where(np.array(points) > 0, points, np.nan), ":", color=colour, linewidth=width)
             bands = [(m, stats.bootstrap_mean(k)) for m, k in zip(middle, series["kl"], strict=True)]
             known = [(m, *b) for m, b in bands if b and b[0] > 0]
             if known:
@@ -94,7 +93,7 @@ def kl_figure(result: dict[str, Any], curves: list[dict[str, np.ndarray]]) -> di
                 markersize=2.5,
                 linewidth=1.2,
             )
-            change = [stats.mean(n - stacked["nll"][0][:, a:b]) for n, (a, b) in zip(series["nll"], bins, strict=True)]
+            change = [stats.mean(n - values["nll"][0][:, a:b]) for n, (a, b) in zip(series["nll"], bins, strict=True)]
             nll.plot(middle, np.array(change, dtype=float), line, color=colour, marker=marker, markersize=2.5, linewidth=1.2)
             positive = np.flatnonzero(means > 0)
             if positive.size:

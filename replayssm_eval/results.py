@@ -70,6 +70,8 @@ def claim_output(output: Path, ours: Iterable[str], overwrite: bool, resume: boo
     if not output.is_dir():
         raise UsageError(f"{output} is a file: --output names a folder")
     if resume:
+        if (output / "kl.json").exists() and not (output / "parts").exists():
+            raise UsageError(f"{output} holds a finished run: there is nothing to resume")
         return
     if any(output.iterdir()) and not overwrite:
         raise UsageError(f"{output} already holds a run: pass --overwrite, --resume or another --output")

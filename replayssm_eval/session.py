@@ -75,6 +75,9 @@ class Session:
             "dtypes": (v.dtype, k.dtype, beta.dtype, log_decay.dtype),
         }
         o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer)
+        held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
+        if held != {torch.float32}:
+            raise RunError(f"layer {layer}: the emulated state is held in {held}, not float32: the reference would be rounded too")
         self._carries[layer] = carry
         self._scanned.append(layer)
         self._finite[layer] = torch.isfinite(o).flatten(1).all(1)

@@ -9,7 +9,7 @@ from scipy import stats
 
 FIRST_BIN = 1024
 QUANTILES = {"kl_p01": 0.01, "kl_p10": 0.1, "kl_median": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99, "kl_p999": 0.999}
-ENTROPY_EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, np.inf)  # nats, of the reference
+ENTROPY_EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0)  # nats, of the reference; the last bucket is open
 _BLOCKS_PER_BIN, _SHORTEST_BLOCK, _FEWEST_BLOCKS, _FEWEST_BOOKS = 32, 64, 8, 8
 _RESAMPLES = 1000
 
@@ -20,6 +20,22 @@ def position_bins(tokens: int, first: int = FIRST_BIN) -> list[tuple[int, int]]:
     while edges[-1] < tokens:
         edges.append(min(tokens, first if len(edges) == 1 else 2 * edges[-1]))
     return list(itertools.pairwise(edges))
+
+
+def _entropy_bucket(entropy: np.ndarray) -> np.ndarray:
+    """Index of each value's half-open bucket; entropy may be -0.0 or a rounding below 0."""
+    return np.digitize(np.maximum(entropy, 0), ENTROPY_EDGES[1:])
+
+
+def entropy_counts(entropy: np.ndarray) -> list[int]:
+    """Tokens in each entropy bucket."""
+    return np.bincount(_entropy_bucket(entropy).ravel(), minlength=len(ENTROPY_EDGES)).tolist()
+
+
+def interval_method(books: int) -> str:
+    """How `bootstrap_mean` treats this many books, in words."""
+    over = "books" if books >= _FEWEST_BOOKS else "blocks of consecutive tokens"
+    return f"95% percentile bootstrap of the mean over {over}"
 
 
 def mean(values: np.ndarray) -> float | None:
@@ -72,8 +88,7 @@ def row_statistics(
     change_mean = mean(change)
     delta_p = np.exp(-nll.astype(np.float64)) - np.exp(-reference_nll.astype(np.float64))
     square = mean(delta_p**2)
-    # Half-open buckets; entropy may be -0.0 or a rounding below 0.
-    bucket = np.digitize(np.maximum(entropy, 0), ENTROPY_EDGES[1:-1])
+    bucket = _entropy_bucket(entropy)
     quantiles = np.quantile(finite.astype(np.float64), list(QUANTILES.values())) if finite.size else [None] * len(QUANTILES)
     return {
         "kl_mean": [mean(kl[:, a:b]) for a, b in bins],
@@ -83,7 +98,7 @@ def row_statistics(
         **dict(zip(QUANTILES, quantiles, strict=True)),
         "kl_min": finite.min() if finite.size else None,
         "kl_max": finite.max() if finite.size else None,
-        "kl_by_entropy": [mean(kl[bucket == i]) for i in range(len(ENTROPY_EDGES) - 1)],
+        "kl_by_entropy": [mean(kl[bucket == i]) for i in range(len(ENTROPY_EDGES))],
         "negative_kl": int((finite < 0).sum()),
         "same_top1": [mean(same_top1[:, a:b].astype(np.float64)) for a, b in bins],
         "same_top1_overall": mean(same_top1.astype(np.float64)),

@@ -77,8 +77,8 @@ def build_model(vocab_size):
         ssm_state_size=64,
         n_groups=1,
         chunk_size=64,
-        # The many-token path of the HF class clamps Δ from below and the one-token path does not: a floor that no
-        # trained Δ reaches keeps the two equal.
+        # The many-token path of the HF class clamps Δ from below and the one-token path does not: a low floor keeps
+        # the two close.
         time_step_min=1e-5,
         max_position_embeddings=131072,
         tie_word_embeddings=False,

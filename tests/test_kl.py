@@ -135,7 +135,7 @@ def test_a_nearest_scheme_needs_no_second_seed(run) -> None:
 
 def test_every_target_is_scored_once_across_chunk_borders(run, testbed) -> None:
     """NLL of the reference equals the unpatched model's, at every position and across chunk borders."""
-    _, folder = run()
+    _, folder = run(follow_hf_clamp=True)
     from replayssm_eval.corpus import load_books
 
     ids = torch.tensor(testbed.tokenizer(load_books("builtin")[0].text[:20000])["input_ids"][: TOKENS + 1])
@@ -171,7 +171,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(run, testbed, tmp_path) ->
     first = len(seen)
     result = run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True, progress=lambda p: seen.append((p.book, p.done)))
     assert result["status"] == "complete"
-    assert seen[first:] == [("persuasion", 1024), ("persuasion", TOKENS)]
+    assert seen[first:] == [("persuasion", TOKENS + 1024), ("persuasion", 2 * TOKENS)]
     assert (tmp_path / "out" / "kl.parquet").read_bytes() == (folder / "kl.parquet").read_bytes()
     assert not (tmp_path / "out" / "parts").exists()
 
@@ -259,7 +259,7 @@ def test_a_lossy_scheme_without_any_drift_is_an_error(tmp_path, monkeypatch) -> 
     monkeypatch.setattr(scan, "quantize_with_noise", lambda x, *_: x.clone())
     result = run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
     assert result["status"] == "failed"
-    assert "nvfp4@16: KL is exactly 0 on all tokens although its state was rounded" in result["problems"][0]
+    assert "nvfp4@16 (seed 0): KL is exactly 0 on all tokens although its state was rounded" in result["problems"][0]
 
 
 def test_a_skipped_rounding_is_an_error(tmp_path, monkeypatch) -> None:
@@ -276,3 +276,24 @@ def test_titles_are_escaped_in_html(tmp_path) -> None:
     run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64, corpus=str(book)), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<script>" not in page
+
+
+def test_damaged_parts_and_finished_runs_are_refused(testbed, tmp_path) -> None:
+    """K4: a cut file is refused, never half read."""
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    options = KlOptions(schemes=SCHEMES, tokens=96, chunk_size=64)
+    run_kl(options, output=tmp_path / "out", loaded=testbed, progress=stop)
+    state = tmp_path / "out" / "parts" / "state.safetensors"
+    whole = state.read_bytes()
+    for path in (state, tmp_path / "out" / "parts" / "00000-00000000.npz"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(UsageError, match=f"{path.name} is damaged"):
+            run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True)
+        state.write_bytes(whole)
+    (tmp_path / "out" / "parts" / "00000-00000000.npz").unlink()
+    assert run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True)["status"] == "complete"
+    with pytest.raises(UsageError, match="nothing to resume"):
+        run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True)
