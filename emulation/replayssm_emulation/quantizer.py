@@ -72,6 +72,14 @@ def quantize_with_noise(x: Tensor, format: Format, noise: Tensor | None, noise_b
     return stored.flatten(-2)[..., :d_k]
 
 
+def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """IEEE fp32 quotient. With a plain number on either side torch multiplies by a reciprocal instead (which side, and
+    where, depends on the device), and that rounds twice."""
+    like = a if isinstance(a, Tensor) else b
+    assert isinstance(like, Tensor)
+    return torch.div(*(x if isinstance(x, Tensor) else torch.full_like(like, x) for x in (a, b)))
+
+
 def _over_head(blocks: Tensor) -> Tensor:
     """|max| over the [d_v, blocks, block] axes of one head, kept for broadcasting."""
     return blocks.abs().amax(dim=tuple(range(-min(3, blocks.ndim), 0)), keepdim=True)
@@ -83,7 +91,7 @@ def _amax_scaled(blocks: Tensor, format: Format, noise: Tensor | None, noise_bit
     assert element is not None
     finite = blocks.clamp(-_FLT_MAX, _FLT_MAX)
     amax = _over_head(finite) if format.per_head else finite.abs().amax(dim=-1, keepdim=True)
-    scale = amax / element.max
+    scale = _divide(amax, element.max)
     scale = torch.where(scale == 0, 1.0, scale)
     # A quotient may exceed the largest code by an ulp and dequantise past fp32's range.
     return (round_elements(finite / scale, element, noise, noise_bits) * scale).clamp_(-_FLT_MAX, _FLT_MAX)
@@ -99,7 +107,7 @@ def _mx(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int) -
     elif format.scale_rule == "even":  # amax rounded to the element's precision before its exponent is taken
         shared = ((amax.view(torch.int32) + (1 << (22 - element.mantissa))) >> 23) - 127 - element.max_exponent
     else:  # rceil: the smallest power of two that keeps amax / scale within the element's range
-        shared = (((amax / element.max).view(torch.int32) + 0x7FFFFF) >> 23) - 127
+        shared = ((_divide(amax, element.max).view(torch.int32) + 0x7FFFFF) >> 23) - 127
     shared = shared.clamp_(-127, 127)
     stored = round_elements(blocks, element, noise, noise_bits, scale_exponent=shared)
     return torch.where(torch.isfinite(amax), stored, torch.nan)
@@ -111,15 +119,14 @@ def _nvfp4(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int
     assert isinstance(element, Minifloat)
     finite = blocks.clamp(-_FLT_MAX, _FLT_MAX)
     amax_head = _over_head(finite)
-    # torch turns `number / tensor` into number * reciprocal, which rounds twice.
-    encode = (torch.full_like(amax_head, element.max * format.scale_max) / amax_head).clamp(max=_FLT_MAX)
+    encode = _divide(element.max * format.scale_max, amax_head).clamp(max=_FLT_MAX)
     encode = torch.where((amax_head == 0) | (encode == 0), 1.0, encode)
-    decode = 1.0 / encode
+    decode = _divide(1.0, encode)
     wanted = finite.abs().amax(dim=-1, keepdim=True) * (encode * _ONE_SIXTH)
 
     def stored(wanted_scale: Tensor) -> Tensor:
         scale = round_elements(wanted_scale, E4M3) * decode
-        inverse = (1.0 / scale).clamp(max=_FLT_MAX)
+        inverse = _divide(1.0, scale).clamp(max=_FLT_MAX)
         return round_elements(finite * inverse, element, noise, noise_bits) * scale
 
     to_six = stored(wanted)

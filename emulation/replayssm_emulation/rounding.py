@@ -26,6 +26,15 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
+def times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
+    """x · 2**exponent, exact where fp32 can hold it, for int32 exponents in [-252, 254].
+
+    In two factors: 2**exponent alone could leave the range of normal fp32 numbers.
+    """
+    half = exponent >> 1
+    return x * power_of_two(half) * power_of_two(exponent - half)
+
+
 def round_to_quantum(x: Tensor, quantum: Tensor, noise: Tensor | None, noise_bits: int = 32) -> Tensor:
     """|x| rounded to a multiple of 2**quantum.
 
@@ -59,7 +68,7 @@ def round_elements(
     if scale_exponent is None:
         clamped = x.clamp(-element.max, element.max)
     else:
-        largest = (element.max * torch.exp2(scale_exponent.double())).float()
+        largest = times_power_of_two(torch.full_like(scale_exponent, element.max, dtype=torch.float32), scale_exponent)
         clamped = torch.minimum(torch.maximum(x, -largest), largest)
     if isinstance(element, Integer):
         quantum = torch.zeros_like(clamped, dtype=torch.int32)
@@ -70,7 +79,5 @@ def round_elements(
         exponent = torch.where(x.abs() < 2.0**-100, exponent_of(clamped * 2.0**24) - 24, exponent_of(clamped))
         quantum = torch.maximum(exponent, scale_exponent + element.min_exponent) - element.mantissa
     multiple = round_to_quantum(clamped, quantum, noise, noise_bits).to(torch.float32)
-    # Two exact factors: one alone could leave the range of normal fp32 exponents.
-    half = quantum >> 1
-    value = torch.copysign(multiple * power_of_two(half) * power_of_two(quantum - half), x)
+    value = torch.copysign(times_power_of_two(multiple, quantum), x)
     return torch.where(torch.isnan(x), x, value)
