@@ -35,12 +35,13 @@ class Checkpoint:
         self.folder, self.fingerprint, self.tokens = folder, fingerprint, tokens
         self._state = folder / "state.safetensors"
         self._next_save = 0.0
+        self.manifest: list[dict[str, Any]] = []  # of the newest chunk that was loaded
 
-    def save_chunk(self, document: int, position: int, metrics: TokenMetrics) -> None:
-        """Keep the metrics of the chunk that starts at `position`."""
+    def save_chunk(self, document: int, position: int, metrics: TokenMetrics, manifest: list[dict[str, Any]]) -> None:
+        """Keep the metrics of the chunk that starts at `position`, and what was seen of the state layers after it."""
         sink = io.BytesIO()
         arrays: dict[str, Any] = {name: getattr(metrics, name) for name in METRICS}
-        np.savez(sink, fingerprint=np.array(self.fingerprint), **arrays)
+        np.savez(sink, fingerprint=np.array(self.fingerprint), manifest=np.array(json.dumps(manifest)), **arrays)
         write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
 
     def save_state(self, document: int, position: int, session: Session, cache: DynamicCache) -> None:
@@ -68,6 +69,7 @@ class Checkpoint:
             with _refusing_damage(path), np.load(path, allow_pickle=False) as part:
                 self._check(str(part["fingerprint"]), path)
                 document, position = (int(n) for n in path.stem.split("-"))
+                self.manifest = json.loads(str(part["manifest"]))
                 found.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in METRICS))
         where = self._saved_at()
         documents: list[list[TokenMetrics]] = []
@@ -79,13 +81,15 @@ class Checkpoint:
                 break
         return documents
 
-    def load_state(self, session: Session, cache: DynamicCache, device: Any) -> None:
-        """Put back what `save_state` kept, into an attached session and an empty cache."""
-        with safe_open(str(self._state), framework="pt", device=str(device)) as file:
+    def load_state(self, session: Session, cache: DynamicCache, devices: dict[int, Any]) -> None:
+        """Put back what `save_state` kept, into an attached session and an empty cache; devices: of each layer."""
+        with safe_open(str(self._state), framework="pt") as file:
             meta = json.loads(file.metadata()["run"])
-            session.restore({k: file.get_tensor(k) for k in file.keys() if k.startswith("state.")}, meta)  # noqa: SIM118
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            session.restore({k: t for k, t in tensors.items() if k.startswith("state.")}, meta)
             for index in range(len(cache.layers)):
-                stored = {k.split(".")[2]: file.get_tensor(k) for k in file.keys() if k.startswith(f"cache.{index}.")}  # noqa: SIM118
+                mine = {k.split(".")[2]: t for k, t in tensors.items() if k.startswith(f"cache.{index}.")}
+                stored = {name: tensor.to(devices[index]) for name, tensor in mine.items()}
                 if "keys" in stored:
                     cache.update(stored["keys"], stored["values"], index)
                 if "conv" in stored:
@@ -94,7 +98,7 @@ class Checkpoint:
                     cache.update_recurrent_state(stored["recurrent"], layer_idx=index)
 
     def remove(self) -> None:
-        """The run is complete: its parts are no longer needed."""
+        """Delete our parts: the run is complete, or starts anew."""
         for path in [*self.folder.glob("*.npz"), self._state]:
             path.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):

@@ -50,13 +50,20 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
         if parameter is None:
             known = ", ".join(sorted({(p.name or "").replace("_", "-") for p in ctx.command.params}))
             raise UsageError(f"--config {path}: unknown option {key!r}; known: {known}")
-        several = getattr(parameter, "multiple", False)
-        defaults[parameter.name] = [str(v) for v in (value if isinstance(value, list) else [value])] if several else value
+        if value is None:  # left empty: the flag's own default
+            continue
+        several, flag = getattr(parameter, "multiple", False), getattr(parameter, "is_flag", False)
+        if flag != isinstance(value, bool) or (isinstance(value, list | dict) and not several):
+            raise UsageError(f"--config {path}: {key}: {value!r} is not a value of this option")
+        # As text, a value goes through the same checks as on the command line.
+        defaults[parameter.name] = (
+            [str(v) for v in (value if isinstance(value, list) else [value])] if several else value if flag else str(value)
+        )
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
     return path
 
 
-def _listing(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
+def _listing(title: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]], as_json: bool) -> None:
     if as_json:
         keys = [c.replace(" ", "_") for c in columns]
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
@@ -68,7 +75,7 @@ def _listing(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...
     for column in columns:
         table.add_column(column, no_wrap=column == columns[0])
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(str(cell)) for cell in row))
     _console().print(table)
 
 
@@ -77,12 +84,16 @@ def formats(as_json: Json = False) -> None:
     """List the number formats that a state can be stored in."""
     from replayssm_emulation.formats import FORMATS
 
-    rows = [(f.name, f"{f.bits_per_element(64, 128):.3g}", f.summary) for f in FORMATS.values()]
-    rows += [
-        ("NAME-head, NAME-bN", "", "fp8, fp8-e5m2 and int formats: one scale per head, or per N elements of a row"),
-        ("NAME-unscaled", "", "fp8 and fp8-e5m2: a bare cast without a scale"),
-        ("NAME-even, NAME-rceil", "", "mx formats: other scale rules"),
-    ]
+    rows: list[tuple[Any, ...]] = [(f.name, round(f.bits_per_element(64, 128), 3), f.summary) for f in FORMATS.values()]
+    rows += (
+        []
+        if as_json
+        else [
+            ("NAME-head, NAME-bN", "", "fp8, fp8-e5m2 and int formats: one scale per head, or per N elements of a row"),
+            ("NAME-unscaled", "", "fp8 and fp8-e5m2: a bare cast without a scale"),
+            ("NAME-even, NAME-rceil", "", "mx formats: other scale rules"),
+        ]
+    )
     _listing("Formats (bits per element of a 64 x 128 head, scales included)", ("format", "bits", "what it is"), rows, as_json)
 
 
@@ -137,7 +148,9 @@ def kl(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/kl-MODEL-TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run of the same options; start it if there is none.")
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
     as_json: Json = False,
@@ -172,7 +185,7 @@ def kl(
         with on_stderr(quiet) as update:
             result = run_kl(options, output=output, overwrite=overwrite, resume=resume, progress=update)
     except KeyboardInterrupt:
-        print("replayssm-eval: interrupted before the first chunk was finished", file=sys.stderr)
+        print("replayssm-eval: interrupted; finished chunks, if any, are kept for --resume", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print((Path(result["output"]) / "kl.json").read_text(encoding="utf-8"), end="")
@@ -192,6 +205,7 @@ def kl(
 
 def _print_kl(result: dict[str, Any]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from . import report
 
@@ -208,11 +222,14 @@ def _print_kl(result: dict[str, Any]) -> None:
         if row["role"] != "reference":
             figures = [report.number(v) for v in (*(row["kl_mean"][i] for i in bins), row["kl"], row["kl_p99"])]
             table.add_row(
-                report.label(row), *figures, report.number(row["same_top1_overall"], 4), report.number(row["nll_difference_overall"], 2)
+                Text(report.label(row)),
+                *figures,
+                report.number(row["same_top1_overall"], 4),
+                report.number(row["nll_difference_overall"], 2),
             )
     console.print(table)
     for line in report.reading(result):
-        console.print(line)
+        console.print(line, markup=False)
     print(f"figure: {result['output']}/kl.png   report: {result['output']}/report.html")
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,29 +48,57 @@ def load_books(corpus: str, books: list[str] | None = None, split: str = "test",
     for book in chosen:
         if not book.text.strip():
             raise UsageError(f"{book.source}: the book is empty")
+        try:
+            book.text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{book.source}: character {error.start} is half of a surrogate pair, not text") from None
     return chosen
 
 
 def _choose(available: Iterator[Book], wanted: list[str], corpus: str) -> list[Book]:
-    """Reads only as far as needed: a stream of books is long."""
-    found: dict[str, Book] = {}
+    """Reads only as far as needed: a stream of books is long. A whole title beats an index, and that a part of one."""
+    if repeated := [want for want in wanted if wanted.count(want) > 1]:
+        raise UsageError(f"book {repeated[0]!r} is asked for twice")
+    found: dict[str, tuple[int, int, Book]] = {}  # wish -> (quality of the match, index, book)
     titles: list[str] = []
     for index, book in enumerate(available):
         titles.append(book.title)
         for want in wanted:
-            if want not in found and (index == int(want) if want.isdigit() else want.lower() in book.title.lower()):
-                found[want] = book
-        if len(found) == len(wanted):
-            return [found[want] for want in wanted]
+            quality = _match(want, index, book.title)
+            if quality > found.get(want, (0, 0, book))[0]:
+                found[want] = (quality, index, book)
+        certain = all(want in found and found[want][0] >= (2 if _is_index(want) else 3) for want in wanted)
+        if certain:
+            break
+    if len(found) == len(wanted):
+        by_index: dict[int, str] = {}
+        for want, (_, index, book) in found.items():
+            if index in by_index:
+                raise UsageError(f"{by_index[index]!r} and {want!r} are the same book, {book.title!r}")
+            by_index[index] = want
+        return [found[want][2] for want in wanted]
     missing = next(want for want in wanted if want not in found)
     listing = ", ".join(titles[:8]) + (", ..." if len(titles) > 8 else "")
     raise UsageError(f"corpus {corpus} has no book {missing!r}; it has {len(titles)}: {listing}")
 
 
+def _is_index(want: str) -> bool:
+    return want.isascii() and want.isdecimal()
+
+
+def _match(want: str, index: int, title: str) -> int:
+    """3 the whole title, 2 the index, 1 part of the title, 0 no match."""
+    if want.lower() == title.lower():
+        return 3
+    if _is_index(want):
+        return 2 if index == int(want) else 0
+    return 1 if want.lower() in title.lower() else 0
+
+
 def decode_utf8(data: bytes, source: str) -> str:
-    """UTF-8 text of `data`. Raises UsageError with the file and the byte offset of the first bad byte."""
+    """UTF-8 text of `data`, without a byte-order mark. Raises UsageError with the file and the offset of the first bad byte."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; convert the file first") from None
 
@@ -78,7 +107,7 @@ def _read(path: Path) -> bytes:
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from None
 
 
@@ -134,15 +163,14 @@ def _parquet(path: Path, text_key: str | None) -> Iterator[Book]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UsageError(f"{path}: not a Parquet file ({error})") from None
     index = 0
-    for batch in file.iter_batches(batch_size=1):
-        for row in batch.to_pylist():
-            yield _from_row(row, f"{path} row {index}", text_key, index)
-            index += 1
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1):
+            for row in batch.to_pylist():
+                yield _from_row(row, f"{path} row {index}", text_key, index)
+                index += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"{path}: not a whole Parquet file ({' '.join(str(error).split())[:200]})") from None
 
 
 def _pg19(split: str) -> Iterator[Book]:
@@ -153,12 +181,13 @@ def _pg19(split: str) -> Iterator[Book]:
     advice = "pass --corpus builtin, or a local file or folder"
     if not hub_reachable():
         raise UsageError(f"data set {PG19} ({split}) cannot be reached: the hub does not answer; {advice}")
+    index = 0
     try:
-        stream = iter(load_dataset(PG19, split=split, streaming=True))
-        first = next(stream)
+        for row in load_dataset(PG19, split=split, streaming=True):
+            yield _from_row(row, f"{PG19} {split} row {index}", None, index)
+            index += 1
+    except UsageError:
+        raise
     except Exception as error:  # the hub client raises many kinds, all meaning "not to be had"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UsageError(f"data set {PG19} ({split}) cannot be reached: {reason}; {advice}") from None
-    yield _from_row(first, f"{PG19} {split} row 0", None, 0)
-    for index, row in enumerate(stream, 1):
-        yield _from_row(row, f"{PG19} {split} row {index}", None, index)
+        raise UsageError(f"data set {PG19} ({split}) cannot be read at row {index}: {reason}; {advice}") from None

@@ -4,12 +4,13 @@ import datetime
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import Row
 from torch import Tensor
@@ -19,14 +20,14 @@ from . import report, stats
 from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .metrics import TokenMetrics, compare_hidden
-from .models import Loaded, load
+from .models import Loaded, load, weights_digest
 from .per_token import RowInfo, Series, parquet, stack
 from .progress import Progress, Report, silent
-from .results import SCHEMA_KL, claim_output, default_output, provenance, write_atomic, write_json
-from .session import Session, attach, hidden_states
+from .results import SCHEMA_KL, check_output, code_digest, default_output, jsonable, provenance, write_atomic, write_json
+from .session import Session, attach, hidden_states, layer_devices
 
 DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")
-OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html", "parts")
+OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html")
 _MOST_NEGATIVE_KL = -1e-6  # below this a KL is wrong, not rounded
 
 
@@ -58,11 +59,19 @@ class KlOptions:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
         if self.prompt_tokens >= self.tokens:
             raise UsageError(f"--prompt-tokens {self.prompt_tokens} leaves nothing to decode of --tokens {self.tokens}")
+        for name in ("schemes", "books"):
+            if isinstance(getattr(self, name), str):
+                raise UsageError(f"{name} is a string ({getattr(self, name)!r}): pass a list")
         schemes = [parse_scheme(s) if isinstance(s, str) else s for s in self.schemes]
         if not schemes:
             raise UsageError("no scheme given: pass --scheme, e.g. --scheme nvfp4@16")
         if not self.seeds:
             raise UsageError("no seed given: pass --seed 0")
+        for seed in self.seeds:
+            if not 0 <= seed < 1 << 64:
+                raise UsageError(f"--seed {seed}: must be in [0, 2^64)")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise UsageError("a seed is given twice: its rows would be identical")
         if repeated := [str(s) for s in dict.fromkeys(schemes) if schemes.count(s) > 1]:
             raise UsageError(f"scheme {repeated[0]} is given twice: use --seed for repeats")
         return schemes
@@ -90,16 +99,18 @@ def run_kl(
 ) -> dict[str, Any]:
     """Run the comparison, write `output` and return what kl.json holds, with the folder under "output".
 
-    options, changes: a `KlOptions`, or its fields as keywords. output: the folder; None makes runs/kl-<model>-<time>.
+    options, changes: a `KlOptions`, and fields of it as keywords, which win. output: the folder; None makes runs/kl-<model>-<time>.
     loaded: a model that is loaded already (options.model then only names it). progress: called after every chunk.
     "status" is "complete", "failed" (non-finite or wrong numbers: see "problems") or "interrupted".
     Raises UsageError for bad options or inputs, RunError when nothing can be compared.
     """
-    options = KlOptions(**changes) if options is None else options
+    options = replace(options or KlOptions(), **changes)
     started = datetime.datetime.now(datetime.UTC)
     schemes = options.parsed()
+    if resume and output is None:
+        raise UsageError("--resume needs --output: the folder of the run to go on with")
     folder = Path(output) if output is not None else default_output("kl", options.model)
-    claim_output(folder, OUTPUT_FILES, overwrite, resume)
+    check_output(folder, overwrite, resume)
     books = load_books(options.corpus, list(options.books), options.split, options.text_key)
     loaded = loaded or load(
         options.model,
@@ -110,6 +121,8 @@ def run_kl(
         trust_remote_code=options.trust_remote_code,
     )
     run = _Run(options, loaded, books, row_infos(schemes, list(options.seeds)), folder, resume, progress)
+    if overwrite and not resume:
+        run.clear()
     status = run.read_books()
     result = run.result()
     result["status"] = "failed" if run.problems and status == "complete" else status
@@ -117,7 +130,7 @@ def run_kl(
     run.write(result)
     if status != "interrupted":
         run.checkpoint.remove()
-    return {**result, "output": str(folder)}
+    return {**jsonable(result), "output": str(folder)}
 
 
 def _encode(tokenizer: Any, book: Book, tokens: int) -> Tensor:
@@ -144,15 +157,24 @@ class _Run:
         self.checkpoint = Checkpoint(folder / "parts", self._fingerprint(), options.tokens)
         self.series = [Series(chunks) for chunks in (self.checkpoint.load_chunks() if resume else [])]
         self.problems: list[str] = []
-        self.manifest: list[dict[str, Any]] = []
+        self.broken: set[int] = set()  # rows that are not finite somewhere, each said once
+        self.manifest = self.checkpoint.manifest
 
     def _fingerprint(self) -> str:
         """Changes with anything that changes a number: parts of another run are never mixed in."""
         o = self.options
         text = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in self.ids)).hexdigest()
         rows = [(str(r.scheme), r.seed) for r in self.rows]
-        what = [self.loaded.info, o.tokens, o.prompt_tokens, o.chunk_size, o.follow_hf_clamp, rows, text, torch.__version__]
+        versions = [torch.__version__, transformers.__version__, code_digest()]
+        weights = weights_digest(self.loaded.model)
+        what = [self.loaded.info, weights, o.tokens, o.prompt_tokens, o.chunk_size, o.follow_hf_clamp, rows, text, versions]
         return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+
+    def clear(self) -> None:
+        """Remove what an earlier run left under our own names, and nothing else."""
+        for name in OUTPUT_FILES:
+            (self.folder / name).unlink(missing_ok=True)
+        self.checkpoint.remove()
 
     def read_books(self) -> str:
         """Read what is not read yet; returns "complete", or "interrupted" after at least one chunk."""
@@ -177,11 +199,10 @@ class _Run:
         tokens, prompt = self.options.tokens, self.options.prompt_tokens
         cache = DynamicCache(config=model.config)
         if series.tokens:
-            self.checkpoint.load_state(session, cache, model.device)
+            self.checkpoint.load_state(session, cache, layer_devices(model))
         targets = torch.full((tokens,), -1)
         targets[: len(ids) - 1] = ids[1 : tokens + 1]
         head = model.get_output_embeddings()
-        broken: set[int] = set()
         with torch.inference_mode(), torch.backends.cudnn.flags(allow_tf32=False):
             for position in range(series.tokens, tokens, self.options.chunk_size):
                 stop = min(position + self.options.chunk_size, tokens)
@@ -189,26 +210,25 @@ class _Run:
                 metrics = compare_hidden(hidden_states(model, batch, cache, position), head, targets[position:stop])
                 if session.tokens != stop:
                     raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
-                if session.flushes != (due := [_flushes(r, prompt, stop) for r in self.rows]):
-                    raise RunError(f"{title}: states were rounded {session.flushes} times by position {stop} where {due} was due")
+                session.check_rounding([_flushes(r, prompt, stop) for r in self.rows])
                 series.chunks.append(metrics)
                 self.manifest = session.manifest(cache)
-                self.checkpoint.save_chunk(document, position, metrics)
+                self.checkpoint.save_chunk(document, position, metrics, self.manifest)
                 if stop < tokens:
                     self.checkpoint.save_state(document, stop, session, cache)
-                self._note_nonfinite(metrics, session, position, title, broken)
+                self._note_nonfinite(metrics, session, position, title)
                 newest = {r.name: stats.mean(metrics.kl[i]) or 0.0 for i, r in enumerate(self.rows) if r.role == "scheme"}
                 self.progress(Progress(title, document * tokens + stop, len(self.books) * tokens, newest))
-                if 0 in broken:
+                if 0 in self.broken:
                     break  # without a reference nothing can be compared
 
-    def _note_nonfinite(self, metrics: TokenMetrics, session: Session, position: int, title: str, broken: set[int]) -> None:
+    def _note_nonfinite(self, metrics: TokenMetrics, session: Session, position: int, title: str) -> None:
         """The first non-finite KL of every row becomes one line that says where it came from."""
         for index, row in enumerate(self.rows):
             bad = np.flatnonzero(~np.isfinite(metrics.kl[index]))
-            if index in broken or not bad.size:
+            if index in self.broken or not bad.size:
                 continue
-            broken.add(index)
+            self.broken.add(index)
             layer = session.first_nonfinite_layer(index)
             where = "the output head" if layer is None else f"state layer {layer}"
             self.problems.append(f"{title}: {row.name} is not finite from position {position + int(bad[0])} on, first seen in {where}")
@@ -222,15 +242,18 @@ class _Run:
         options, series = self.options, self.usable()
         tokens = min(one.tokens for one in series)
         values = stack(series, tokens)
-        bins = stats.position_bins(tokens)
+        prompt = options.prompt_tokens
+        bins = stats.position_bins(tokens, prompt)
         rows = []
         for r, row in enumerate(self.rows):
             numbers = stats.row_statistics(
                 values["kl"][r], values["same_top1"][r], values["nll"][r], values["nll"][0], values["entropy"][0], bins
             )
-            flushes = _flushes(row, options.prompt_tokens, tokens)
+            flushes = _flushes(row, prompt, tokens)
             rows.append({"scheme": str(row.scheme), "seed": row.seed, "role": row.role, **numbers, "flushes": flushes})
-            self.problems += _doubts(row, numbers, flushes, self.problems)
+            self.problems += _doubts(row, numbers, flushes)
+            if numbers["nonfinite"] and r not in self.broken:
+                self.problems.append(f"{row.name} is not finite at {numbers['nonfinite']} positions")
         vocabulary = self.loaded.model.get_output_embeddings().weight.shape[0]
         builtin = options.corpus == "builtin"
         return {
@@ -254,14 +277,13 @@ class _Run:
                 ],
             },
             "tokens": tokens,
-            "prompt_tokens": options.prompt_tokens,
-            "chunk_size": options.chunk_size,
-            "follow_hf_clamp": options.follow_hf_clamp,
+            "prompt_tokens": prompt,
+            "options": {**asdict(options), "schemes": [str(r.scheme) for r in self.rows[2:]]},
             "vocabulary": {"columns": int(vocabulary), "rule": "every column of the output head counts, padding included"},
             "bins": bins,
             "entropy_buckets": {
-                "edges": list(stats.ENTROPY_EDGES),
-                "tokens": stats.entropy_counts(values["entropy"][0]),
+                "edges": [*stats.ENTROPY_EDGES, None],
+                "tokens": stats.entropy_counts(values["entropy"][0][:, prompt:]),
                 "of": "reference, nats; the last bucket is open",
             },
             "intervals": stats.interval_method(len(series)),
@@ -280,14 +302,13 @@ class _Run:
         write_json(self.folder / "kl.json", result)
 
 
-def _doubts(row: RowInfo, numbers: dict[str, Any], flushes: int, known: Sequence[str]) -> list[str]:
+def _doubts(row: RowInfo, numbers: dict[str, Any], flushes: int) -> list[str]:
     """What makes a row's numbers no result."""
     found = []
-    if numbers["nonfinite"] and not any(row.name in problem for problem in known):
-        found.append(f"{row.name} is not finite at {numbers['nonfinite']} positions")
     if numbers["kl_min"] is not None and numbers["kl_min"] < _MOST_NEGATIVE_KL:
         found.append(f"{row.name}: a KL of {numbers['kl_min']:.3g} is negative beyond rounding: the comparison is wrong")
     # One flush at the very end is read by nobody; from two on, somebody reads a rounded state.
-    if row.scheme.lossy and flushes > 1 and numbers["kl_max"] == 0 and not numbers["nonfinite"]:
+    rounded = any(copy is not None and copy.lossy for copy in (row.scheme.recurrence, row.scheme.read))
+    if rounded and flushes > 1 and numbers["kl_max"] == 0 and not numbers["nonfinite"]:
         found.append(f"{row.name}: KL is exactly 0 on all tokens although its state was rounded: the emulation did not run")
     return found

@@ -17,7 +17,7 @@ class TokenMetrics:
     """Arrays `[R, T]`, natural-log units; row 0 is the reference.
 
     kl: KL(reference ‖ row) over the full vocabulary, +inf where the row excludes a token that the reference does not,
-    NaN where either distribution is undefined. same_top1: whether the most likely token agrees. nll: of the next token
+    NaN where either distribution is undefined. same_top1: whether the most likely token agrees (False where KL is NaN). nll: of the next token
     of the text, NaN where the text ends. entropy: of the row's own distribution.
     """
 
@@ -40,12 +40,14 @@ def compare_logits(logits: Tensor, targets: Tensor) -> TokenMetrics:
     excluded = p[:1] == 0
     kl = torch.where(excluded, 0.0, p[:1] * (log_p[:1] - log_p)).sum(-1)
     entropy = torch.where(p == 0, 0.0, -p * log_p).sum(-1)
-    top = logits.argmax(-1)
     known = targets.clamp(min=0).expand(len(logits), -1).unsqueeze(-1)
     nll = torch.where(targets >= 0, -log_p.gather(-1, known).squeeze(-1), torch.nan)
     undefined = torch.isnan(log_p).any(-1) | torch.isposinf(logits).any(-1)
-    kl = torch.where(undefined | undefined[:1], torch.nan, kl)
-    return TokenMetrics(*(x.cpu().numpy() for x in (kl.float(), top == top[:1], nll.float(), entropy.float())))
+    undefined |= undefined[:1].clone()
+    kl = torch.where(undefined, torch.nan, kl)
+    top = logits.argmax(-1)
+    same = (top == top[:1]) & ~undefined
+    return TokenMetrics(*(x.cpu().numpy() for x in (kl.float(), same, nll.float(), entropy.float())))
 
 
 @torch.inference_mode()

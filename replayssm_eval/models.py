@@ -1,5 +1,6 @@
 """Models by name: the shipped testbed, the registry of hub ids, any other hub id or local folder."""
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,16 @@ class Loaded:
     info: dict[str, Any]
 
 
+def weights_digest(model: Any) -> str:
+    """SHA-256 over the name, shape and ends of every weight: tells two checkpoints apart without reading them whole."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().flatten()
+        ends = (flat[:512].float().cpu().numpy().tobytes(), flat[-512:].float().cpu().numpy().tobytes())
+        digest.update(repr((name, tuple(weight.shape), str(weight.dtype))).encode() + b"".join(ends))
+    return digest.hexdigest()
+
+
 def load(
     name: str,
     *,
@@ -73,6 +84,10 @@ def load(
         raise UsageError(f"--dtype {dtype}: use auto, float32, bfloat16 or float16")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--device {device} cannot be used: {str(error).strip().splitlines()[0]}") from None
     torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and entry and entry.testbed:
         torch_dtype = torch.float32
@@ -93,8 +108,12 @@ def load(
         )
     except UsageError:
         raise
-    except (OSError, ValueError, ImportError) as error:
-        reason = "the hub cannot be reached and the model is not in the local cache" if offline else " ".join(str(error).split())[:300]
+    except Exception as error:  # damaged files raise whatever their parser raises
+        reason = (
+            "the hub cannot be reached and the model is not in the local cache"
+            if offline
+            else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        )
         advice = "pass --model tiny-mamba2 (in the package), or a folder with config.json, safetensors and tokenizer"
         raise UsageError(f"model {name} ({location}) cannot be loaded: {reason}; {advice}") from None
     model, report = loaded

@@ -44,11 +44,11 @@ def on_stderr(quiet: bool = False) -> Iterator[Report]:
         from rich.progress import Progress as Bar
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[kl]}"),
+            TextColumn("{task.fields[kl]}", markup=False),
         )
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=None, kl="")

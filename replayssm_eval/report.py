@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from replayssm_emulation import parse_scheme
 
 from . import stats
 
@@ -33,7 +34,8 @@ def _colour(scheme: str) -> str:
 
 def _style(scheme: str) -> str:
     """Separate copies are dashed, a per-token state is dash-dotted, a shared window is solid."""
-    return "--" if "/" in scheme else "-." if "@1" in scheme and "@16" not in scheme else "-"
+    parsed = parse_scheme(scheme)
+    return "--" if parsed.read else "-." if parsed.window == 1 else "-"
 
 
 def label(row: dict[str, Any]) -> str:
@@ -52,8 +54,9 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    bins = stats.position_bins(result["tokens"], _FIGURE_FIRST_BIN)
-    middle = [np.sqrt(max(a, 16) * b) for a, b in bins]
+    prompt = result["prompt_tokens"]
+    bins = stats.position_bins(result["tokens"], prompt, _FIGURE_FIRST_BIN)
+    middle = [np.sqrt(max(a - prompt, 16) * (b - prompt)) for a, b in bins]
     tokens = result["tokens"]
     style: dict[Any, Any] = {
         "font.size": 9,
@@ -61,6 +64,7 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
         "axes.spines.right": False,
         "svg.hashsalt": "replayssm-eval",
         "svg.fonttype": "none",
+        "text.parse_math": False,
     }
     with plt.rc_context(style):
         figure, (top, agree, nll) = plt.subplots(3, 1, figsize=(7.5, 8.5), sharex=True, height_ratios=(3, 1, 1), layout="constrained")
@@ -99,7 +103,8 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
             if positive.size:
                 ends.append((means[positive[-1]], label(row), colour))
         top.set(xscale="log", yscale="log" if ends else "linear", ylabel="KL(fp32 ‖ scheme), nats per token")
-        top.set_xticks([b for _, b in bins], [thousands(b) for _, b in bins])
+        ends_of_bins = [b - prompt for _, b in bins]
+        top.set_xticks(ends_of_bins, [thousands(b) for b in ends_of_bins])
         top.minorticks_off()
         if ends:
             _direct_labels(top, middle[-1], ends)
@@ -115,7 +120,7 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
             color="#444444",
         )
         agree.set(ylabel="same top-1")
-        nll.set(ylabel="ΔNLL, nats", xlabel="token position")
+        nll.set(ylabel="ΔNLL, nats", xlabel=f"tokens after the prompt of {prompt}" if prompt else "token position")
         nll.axhline(0, color="#999999", linewidth=0.6)
         books = ", ".join(b["title"] for b in result["corpus"]["books"])
         figure.suptitle(f"{result['model']['name']} · {books} · {tokens:,} tokens", fontsize=10)
@@ -129,7 +134,7 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
 
 
 def thousands(value: int) -> str:
-    return f"{value // 1024}K" if value >= 1024 else str(value)
+    return f"{value // 1024}K" if value >= 1024 and value % 1024 == 0 else str(value)
 
 
 def _direct_labels(axes: Any, x: float, ends: list[tuple[float, str, str]]) -> None:
@@ -153,8 +158,11 @@ def growth(row: dict[str, Any]) -> float | None:
 def reading(result: dict[str, Any]) -> list[str]:
     """Plain sentences about what the curves say; none claims more than its interval."""
     lines = []
+    for row in result["rows"]:
+        if row["role"] == "scheme" and row["flushes"] == 0:
+            lines.append(f"{label(row)} was never rounded: its window is longer than the text.")
     if len(result["bins"]) < 2:
-        return ["The run is too short to show a trend: it has one position bin."]
+        return [*lines, "The run is too short to show a trend: it has one position bin."]
     for row in result["rows"]:
         intervals = row["kl_ci95"]
         if row["role"] != "scheme" or row["kl_mean"][0] is None or intervals[0] is None or intervals[-1] is None:
@@ -163,7 +171,7 @@ def reading(result: dict[str, Any]) -> list[str]:
         if ratio is None:
             continue
         if intervals[-1][0] > intervals[0][1]:
-            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {thousands(result['bins'][0][1])} tokens in the last bin"
+            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {thousands(result['bins'][0][1] - result['bins'][0][0])} tokens in the last bin"
         elif intervals[-1][1] < intervals[0][0]:
             verdict = f"drifts less late than early ({ratio:.2f} times)"
         else:

@@ -1,14 +1,15 @@
 """Result files: written whole or not at all, with where they came from."""
 
 import datetime
+import hashlib
 import json
 import math
 import os
 import platform
-import shutil
+import shlex
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,27 +61,50 @@ def default_output(command: str, model: str) -> Path:
     return Path("runs") / f"{command}-{model.strip('/').replace('/', '--')}-{stamp}"
 
 
-def claim_output(output: Path, ours: Iterable[str], overwrite: bool, resume: bool) -> None:
-    """Refuse a folder that holds anything, unless told otherwise; with `overwrite`, remove our own files there.
+def check_output(output: Path, overwrite: bool, resume: bool) -> None:
+    """Refuse a folder that holds anything, unless told otherwise, or that cannot be written.
 
-    Nothing is created: the folder appears with the first result.
+    Nothing is created or removed yet: the folder appears with the first result.
     """
+    parent = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise UsageError(f"--output {output}: {parent} is a file, not a folder")
+    try:
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        raise UsageError(f"--output {output}: {parent} cannot be written to ({error.strerror})") from None
     if not output.exists():
         return
-    if not output.is_dir():
-        raise UsageError(f"{output} is a file: --output names a folder")
     if resume:
         if (output / "kl.json").exists() and not (output / "parts").exists():
             raise UsageError(f"{output} holds a finished run: there is nothing to resume")
         return
     if any(output.iterdir()) and not overwrite:
         raise UsageError(f"{output} already holds a run: pass --overwrite, --resume or another --output")
-    for name in ours:
-        path = output / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+
+
+def code_digest() -> str:
+    """SHA-256 of the sources that compute numbers: a run is not resumed by other code."""
+    import replayssm_emulation
+    import replayssm_kernels
+
+    digest = hashlib.sha256()
+    for package in (Path(__file__), Path(replayssm_emulation.__file__), Path(replayssm_kernels.__file__)):
+        for path in sorted(package.parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _commit() -> str | None:
+    """Commit of the source tree, marked when files differ from it; None for an installed package."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def provenance(started: datetime.datetime) -> dict[str, Any]:
@@ -100,7 +124,8 @@ def provenance(started: datetime.datetime) -> dict[str, Any]:
         peak = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["replayssm-eval" if "replayssm" in sys.argv[0] else Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
         "versions": versions,
         "python": platform.python_version(),
         "platform": platform.platform(),

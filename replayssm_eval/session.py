@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from .families import family_of
 
 _PROBE_TOKENS = (17, 23)
-_GROUP_TENSORS = ("recurrence", "read", "k", "v", "beta", "log_decay")
+_GROUP_TENSORS = ("recurrence", "read", "changed", "zeroed", "k", "v", "beta", "log_decay")
 
 
 class Session:
@@ -25,26 +25,45 @@ class Session:
     rows: one `Row` per batch row. layers: index of every state layer. tokens: tokens that the states have seen.
     """
 
-    def __init__(self, rows: Sequence[Row], layers: Sequence[int], follow_hf_clamp: bool = False):
+    def __init__(self, rows: Sequence[Row], mixers: dict[int, Any], follow_hf_clamp: bool = False):
         self.rows = list(rows)
-        self.layers = list(layers)
+        self.layers = list(mixers)
         self.follow_hf_clamp = follow_hf_clamp
         self._carries: dict[int, Carry] = {}
         self._serials: dict[int, int] = {}
         self._next_serial = 0
+        self._mixers = mixers
         self._layer: int | None = None
         self._scanned: list[int] = []
         self._finite: dict[int, Tensor] = {}
         self._inputs: dict[int, dict[str, Any]] = {}
 
     @property
+    def mixer(self) -> Any:
+        """The module of the state layer that is running."""
+        return self._mixers[self._layer] if self._layer is not None else None
+
+    @property
     def tokens(self) -> int:
         return min((c.position for c in self._carries.values()), default=0)
 
     @property
-    def flushes(self) -> list[int]:
-        """Rounded folds so far, per row, in one state layer."""
-        return list(self._carries[self.layers[0]].flushes) if self._carries else [0] * len(self.rows)
+    def flushes(self) -> dict[int, list[int]]:
+        """Rounded folds so far by state layer, per row, counted where they happened."""
+        return {layer: carry.by_row("flushes") for layer, carry in self._carries.items()}
+
+    def check_rounding(self, due: Sequence[int]) -> None:
+        """Raises RunError unless every state layer was rounded `due[row]` times, and every lossy copy really changed."""
+        for layer, counted in self.flushes.items():
+            if counted != list(due):
+                raise RunError(f"state layer {layer} was rounded {counted} times at token {self.tokens}, where {list(due)} was due")
+            for row, changed in enumerate(self._carries[layer].by_row("changed")):
+                scheme = self.rows[row].scheme
+                for copy, times in zip((scheme.recurrence, scheme.read), changed, strict=True):
+                    if copy is not None and copy.lossy and due[row] and not times:
+                        raise RunError(
+                            f"state layer {layer}: {due[row]} roundings to {copy.format.name} ({scheme}) changed nothing: the emulation did not run"
+                        )
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The recurrence of the layer that is running; shapes as in `replay_scan`.
@@ -94,10 +113,11 @@ class Session:
         layers = {}
         for layer, carry in self._carries.items():
             for g, group in enumerate(carry.groups):
-                for name, tensor in zip(_GROUP_TENSORS, (group.recurrence, group.read, *group.records), strict=True):
+                held = (group.recurrence, group.read, group.changed, group.zeroed, *group.records)
+                for name, tensor in zip(_GROUP_TENSORS, held, strict=True):
                     tensors[f"state.{layer}.{g}.{name}"] = tensor
-            rows = [group.rows for group in carry.groups]
-            layers[layer] = {"position": carry.position, "flushes": carry.flushes, "serial": self._serials[layer], "groups": rows}
+            groups = [{"rows": group.rows, "flushes": group.flushes} for group in carry.groups]
+            layers[layer] = {"position": carry.position, "serial": self._serials[layer], "groups": groups}
         return tensors, {"layers": layers}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -105,10 +125,11 @@ class Session:
         for key, saved in facts["layers"].items():
             layer = int(key)
             groups = []
-            for g, rows in enumerate(saved["groups"]):
-                recurrence, read, *records = (tensors[f"state.{layer}.{g}.{name}"] for name in _GROUP_TENSORS)
-                groups.append(Group(rows, recurrence, read, tuple(records)))
-            self._carries[layer] = Carry(saved["position"], groups, saved["flushes"])
+            device = next(self._mixers[layer].parameters()).device
+            for g, facts_of_group in enumerate(saved["groups"]):
+                recurrence, read, changed, zeroed, *records = (tensors[f"state.{layer}.{g}.{name}"].to(device) for name in _GROUP_TENSORS)
+                groups.append(Group(facts_of_group["rows"], recurrence, read, tuple(records), changed, zeroed, facts_of_group["flushes"]))
+            self._carries[layer] = Carry(saved["position"], groups)
             self._serials[layer] = saved["serial"]
             self._next_serial = max(self._next_serial, saved["serial"])
 
@@ -127,6 +148,7 @@ class Session:
                 "d_v": seen["d_v"],
                 "d_k": seen["d_k"],
                 "state_held_in": sorted(state_dtypes),
+                "zeroed_share": [round(x, 6) for x in self._carries[layer].by_row("zeroed")],
                 "records": {"v": v, "k": k, "beta": beta, "log_decay": decay},
             }
             conv = cache.layers[layer].conv_states[0] if cache is not None and hasattr(cache.layers[layer], "conv_states") else None
@@ -134,6 +156,9 @@ class Session:
                 entry["conv_state"] = str(conv.dtype).removeprefix("torch.")
             entries.append(entry)
         return entries
+
+    def _begin_forward(self) -> None:
+        self._scanned = []  # of a pass that an error cut short
 
     def _begin(self, layer: int) -> None:
         self._layer = layer
@@ -149,6 +174,7 @@ class Session:
         self.rows = list(rows)
         self._carries.clear()
         self._finite.clear()
+        self._scanned = []
 
 
 def state_layers(model: Any) -> dict[int, Any]:
@@ -201,12 +227,17 @@ def attach(
     rows = as_rows(schemes, seed, document, prompt)
     mixers = state_layers(model)
     family = family_of(model.config.get_text_config())
+    for row in rows:
+        if row.scheme.fold != "exact" and not family.delta:
+            raise UsageError(
+                f"scheme {row.scheme}: +fold={row.scheme.fold} is a choice of delta-rule models; {model.config.model_type} has none"
+            )
     module = importlib.import_module(family.modeling)
     if model.training:
         raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
-    session = Session(rows, list(mixers), follow_hf_clamp)
+    session = Session(rows, mixers, follow_hf_clamp)
     unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         for name, function in {**family.patches(session), **_mask_patch(model), "_replayssm_session": session}.items():
@@ -214,6 +245,7 @@ def attach(
         for layer, mixer in mixers.items():
             hook = mixer.register_forward_pre_hook(lambda *_, layer=layer: session._begin(layer))
             stack.callback(hook.remove)
+        stack.callback(base_model(model).register_forward_pre_hook(lambda *_: session._begin_forward()).remove)
         stack.callback(base_model(model).register_forward_hook(lambda *_: session._end_of_forward()).remove)
         if unpatched is not None:
             _probe(model, session, unpatched)
@@ -237,6 +269,12 @@ def _mask_patch(model: Any) -> dict[str, Any]:
     if model.config.model_type == "nemotron_h" and kinds and "full_attention" not in kinds:
         return {"create_causal_mask": lambda *args, **kwargs: None}
     return {}
+
+
+def layer_devices(model: Any) -> dict[int, torch.device]:
+    """Device of every layer that says its index."""
+    layers = ((m.layer_idx, next(m.parameters(), None)) for m in model.modules() if hasattr(m, "layer_idx"))
+    return {index: weight.device for index, weight in layers if weight is not None}
 
 
 def base_model(model: Any) -> Any:
@@ -286,17 +324,16 @@ def _probe(model: Any, session: Session, unpatched: Tensor) -> None:
             position += length
         return torch.cat(parts, dim=1)
 
+    follow = session.follow_hf_clamp
+    session.follow_hf_clamp = True  # as the unpatched model does
+    pairs = {"the unpatched model": (logits([ids.shape[1]]), unpatched)}
+    session.follow_hf_clamp = follow
     whole = logits([ids.shape[1]])
-    # The unpatched many-token path may clamp Δ and may work in the model's dtype: the same model, but not its roundoff.
-    against = {
-        "two chunks": (logits(_PROBE_TOKENS), limit),
-        "single tokens": (logits([1] * ids.shape[1]), limit),
-        "the unpatched model": (unpatched, 0.25),
-    }
-    for name, (other, allowed) in against.items():
-        error = ((other - whole).norm() / whole.norm()).item()
-        if not error <= allowed:
+    pairs |= {"two chunks": (whole, logits(_PROBE_TOKENS)), "single tokens": (whole, logits([1] * ids.shape[1]))}
+    for name, (one, other) in pairs.items():
+        error = ((other - one).norm() / one.norm()).item()
+        if not error <= limit:
             raise RunError(
-                f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {allowed:.2g}); this model does not "
-                f"continue a cached state correctly with transformers {transformers.__version__}"
+                f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); transformers "
+                f"{transformers.__version__} does not compute this model's state as emulated here"
             )

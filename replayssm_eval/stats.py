@@ -14,12 +14,15 @@ _BLOCKS_PER_BIN, _SHORTEST_BLOCK, _FEWEST_BLOCKS, _FEWEST_BOOKS = 32, 64, 8, 8
 _RESAMPLES = 1000
 
 
-def position_bins(tokens: int, first: int = FIRST_BIN) -> list[tuple[int, int]]:
-    """[0, first), [first, 2·first), [2·first, 4·first), ... up to `tokens`."""
-    edges = [0]
-    while edges[-1] < tokens:
-        edges.append(min(tokens, first if len(edges) == 1 else 2 * edges[-1]))
-    return list(itertools.pairwise(edges))
+def position_bins(tokens: int, prompt: int = 0, first: int = FIRST_BIN) -> list[tuple[int, int]]:
+    """[0, first), [first, 2·first), [2·first, 4·first), ... decoded tokens, as positions in [prompt, tokens).
+
+    A prompt is read in full precision and cannot drift: position 0 of the bins is its end.
+    """
+    decoded, edges = tokens - prompt, [0]
+    while edges[-1] < decoded:
+        edges.append(min(decoded, first if len(edges) == 1 else 2 * edges[-1]))
+    return [(prompt + a, prompt + b) for a, b in itertools.pairwise(edges)]
 
 
 def _entropy_bucket(entropy: np.ndarray) -> np.ndarray:
@@ -81,9 +84,12 @@ def row_statistics(
 ) -> dict[str, Any]:
     """The numbers of one row of `kl.json` from its per-token series, each `[books, tokens]`; entropy is the reference's.
 
-    Non-finite KL values are counted and kept out of every mean and quantile.
+    Only the tokens of `bins` count. Non-finite KL values are counted and kept out of every mean and quantile.
     """
+    kl, same_top1, nll, reference_nll, entropy = (x[:, bins[0][0] :] for x in (kl, same_top1, nll, reference_nll, entropy))
+    bins = [(a - bins[0][0], b - bins[0][0]) for a, b in bins]
     finite = kl[np.isfinite(kl)]
+    agree = np.where(np.isnan(kl), np.nan, same_top1)
     change = nll - reference_nll
     change_mean = mean(change)
     delta_p = np.exp(-nll.astype(np.float64)) - np.exp(-reference_nll.astype(np.float64))
@@ -100,8 +106,8 @@ def row_statistics(
         "kl_max": finite.max() if finite.size else None,
         "kl_by_entropy": [mean(kl[bucket == i]) for i in range(len(ENTROPY_EDGES))],
         "negative_kl": int((finite < 0).sum()),
-        "same_top1": [mean(same_top1[:, a:b].astype(np.float64)) for a, b in bins],
-        "same_top1_overall": mean(same_top1.astype(np.float64)),
+        "same_top1": [mean(agree[:, a:b]) for a, b in bins],
+        "same_top1_overall": mean(agree),
         "nll": [mean(nll[:, a:b]) for a, b in bins],
         "nll_difference": [mean(change[:, a:b]) for a, b in bins],
         "nll_difference_overall": change_mean,

@@ -50,8 +50,10 @@ def test_local_files_of_every_kind(tmp_path) -> None:
         ("number.jsonl", b'{"text": 3}\n', "text is not text but int"),
         ("cut.jsonl", b'{"text": "ok"', "line 1: not JSON"),
         ("list.jsonl", b"[1]\n", "line 1: not a JSON object"),
-        ("not.parquet", b"plain", "not a Parquet file"),
+        ("not.parquet", b"plain", "not a whole Parquet file"),
         ("cut.txt.gz", gzip.compress(b"x" * 1000)[:20], "cannot be read"),
+        ("bad.txt.gz", gzip.compress(b"x" * 1000)[:10] + b"\xff" * 40, "cannot be read"),
+        ("surrogate.jsonl", b'{"text": "a \\ud835 b"}\n', "character 2 is half of a surrogate pair"),
         ("x.docx", b"", "unknown kind of file"),
     ],
 )
@@ -61,6 +63,21 @@ def test_bad_files_are_named(tmp_path, name, content, says) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         load_books(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_and_crlf_and_blank_lines(tmp_path) -> None:
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbftext\r\n")
+    assert load_books(str(tmp_path / "bom.txt"))[0].text == "text\r\n"
+    (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert [b.text for b in load_books(str(tmp_path / "bom.jsonl"), ["0", "1"])] == ["a", "b"]
+
+
+def test_a_whole_title_beats_an_index_and_a_part(tmp_path) -> None:
+    path = write_jsonl(tmp_path / "b.jsonl", *({"title": t, "text": t} for t in ("a dilemma", "Emma", "1")))
+    assert [b.text for b in load_books(path, ["emma", "1", "dilem", "0"][:3])] == ["Emma", "1", "a dilemma"]
+    for twice in (["0", "dilem"], ["emma", "emma"]):
+        with pytest.raises(UsageError, match="same book|asked for twice"):
+            load_books(path, twice)
 
 
 def test_missing_paths_and_books(tmp_path) -> None:
@@ -115,3 +132,16 @@ def test_pg19_streams_only_what_is_asked(monkeypatch) -> None:
     )
     assert [b.text for b in load_books("pg19", ["2", "Book 1"])] == ["text 2", "text 1"]
     assert len(drawn) == 3
+
+
+def test_a_stream_that_breaks_is_one_line(monkeypatch) -> None:
+    import datasets
+
+    def rows():
+        yield {"text": "first"}
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(hub, "hub_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
+    with pytest.raises(UsageError, match="cannot be read at row 1: gone; pass"):
+        load_books("pg19", ["1"])

@@ -54,7 +54,7 @@ def per_token(folder, column):
 def test_the_result_follows_its_schema(run) -> None:
     result, folder = run()
     written = json.loads((folder / "kl.json").read_text())
-    assert sorted(p.name for p in folder.iterdir()) == sorted(f for f in OUTPUT_FILES if f != "parts")
+    assert sorted(p.name for p in folder.iterdir()) == sorted(OUTPUT_FILES)
     assert written["schema"] == "replayssm-eval/kl@1"
     assert written["status"] == "complete"
     assert written["tokens"] == TOKENS
@@ -112,8 +112,7 @@ def test_chunks_and_row_order_keep_the_noise(run, change) -> None:
     expected, got = per_token(base, "kl"), per_token(other, "kl")
     for scheme in SCHEMES:
         a, b = expected[scheme, 0], got[scheme, 0]
-        assert np.abs(a - b).mean() <= 0.05 * a.mean()
-        assert np.corrcoef(a, b)[0, 1] > 0.99
+        assert np.abs(a - b).mean() <= 0.01 * a.mean()
 
 
 def test_another_seed_is_another_noise_of_the_same_size(run) -> None:
@@ -125,7 +124,7 @@ def test_another_seed_is_another_noise_of_the_same_size(run) -> None:
     assert np.corrcoef(a[16:], b[16:])[0, 1] < 0.99
     assert 0.5 < a.mean() / b.mean() < 2
     # Adding a seed does not change the rows of the other one (cf. row order).
-    assert np.abs(a - per_token(run()[1], "kl")["nvfp4@16", 0]).mean() <= 0.05 * a.mean()
+    assert np.abs(a - per_token(run()[1], "kl")["nvfp4@16", 0]).mean() <= 0.01 * a.mean()
 
 
 def test_a_nearest_scheme_needs_no_second_seed(run) -> None:
@@ -149,10 +148,18 @@ def test_every_target_is_scored_once_across_chunk_borders(run, testbed) -> None:
 
 
 def test_prompt_tokens_are_read_in_full_precision(run) -> None:
-    _, folder = run(prompt_tokens=200, tokens=400)
-    series = per_token(folder, "kl")["nvfp4@16", 0]
+    result, folder = run(prompt_tokens=200, tokens=1600)
+    series = per_token(folder, "kl")["nvfp4@16", 0].astype(np.float64)
     assert (series[:200] < 1e-9).all()
     assert series[200:].max() > 1e-5
+    # A prompt cannot drift: it dilutes no mean, quantile or bin.
+    assert result["bins"] == [[200, 1224], [1224, 1600]]
+    row = result["rows"][2]
+    assert row["kl"] == pytest.approx(series[200:].mean())
+    assert row["kl_mean"] == [pytest.approx(series[200:1224].mean()), pytest.approx(series[1224:].mean())]
+    assert row["kl_median"] == pytest.approx(np.median(series[200:]))
+    assert sum(result["entropy_buckets"]["tokens"]) == 1400
+    assert row["flushes"] == 1 + 1400 // 16
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(run, testbed, tmp_path) -> None:
@@ -194,7 +201,7 @@ def test_an_output_folder_is_not_overwritten_unasked(run, testbed, tmp_path) -> 
     run_kl(options, output=tmp_path, loaded=testbed, overwrite=True)
     assert (tmp_path / "mine.txt").read_text() == "mine"
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
+    with pytest.raises(UsageError, match="is a file, not a folder"):
         run_kl(options, output=tmp_path / "file", loaded=testbed)
 
 
@@ -207,6 +214,11 @@ def test_an_output_folder_is_not_overwritten_unasked(run, testbed, tmp_path) -> 
         ({"prompt_tokens": 64}, "--prompt-tokens 64 leaves nothing"),
         ({"schemes": ("nvfp4@16", "nvfp4-sr@16")}, "nvfp4@16 is given twice"),
         ({"schemes": ()}, "no scheme"),
+        ({"seeds": (-1,)}, "--seed -1"),
+        ({"seeds": (1 << 64,)}, r"2\^64"),
+        ({"seeds": (0, 0)}, "given twice"),
+        ({"books": "moby-dick"}, "books is a string"),
+        ({"schemes": "nvfp4@16"}, "schemes is a string"),
         ({"schemes": ("nvfp4@0",)}, "L=0"),
         ({"corpus": "/nowhere"}, "no such file"),
     ],
@@ -252,30 +264,62 @@ def test_nan_in_one_row_is_named_marked_and_kept_out(tmp_path, monkeypatch) -> N
     assert "Problem" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_lossy_scheme_without_any_drift_is_an_error(tmp_path, monkeypatch) -> None:
-    """P5: an emulation that does not reach the state must not report KL 0."""
+@pytest.mark.parametrize("scheme", ["nvfp4@16", "nvfp4@8", "fp8@1", "nvfp4/fp32@16"])
+def test_an_emulation_that_does_not_reach_the_state_stops_the_run(tmp_path, monkeypatch, scheme) -> None:
+    """P5: KL 0, or roundoff, of a lossy scheme must never be a result."""
     import replayssm_kernels.scan as scan
 
     monkeypatch.setattr(scan, "quantize_with_noise", lambda x, *_: x.clone())
+    with pytest.raises(RunError, match="changed nothing: the emulation did not run"):
+        run_kl(KlOptions(schemes=(scheme,), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+
+
+def test_a_kl_of_exactly_zero_is_not_a_result(tmp_path, monkeypatch) -> None:
+    """P5: even when the states were rounded, a lossy row that equals the reference everywhere means a broken comparison."""
+    original = kl_module.compare_hidden
+    monkeypatch.setattr(kl_module, "compare_hidden", lambda hidden, *rest: original(hidden[:1].expand_as(hidden), *rest))
     result = run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
     assert result["status"] == "failed"
-    assert "nvfp4@16 (seed 0): KL is exactly 0 on all tokens although its state was rounded" in result["problems"][0]
+    assert "nvfp4@16 (seed 0): KL is exactly 0 on all tokens" in result["problems"][0]
 
 
-def test_a_skipped_rounding_is_an_error(tmp_path, monkeypatch) -> None:
-    """P5: roundings counted in the live state must be those of the schedule."""
-    monkeypatch.setattr(kl_module, "_flushes", lambda *_: 3)
-    with pytest.raises(RunError, match="states were rounded"):
-        run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+def test_options_that_round_nothing_are_no_failure(tmp_path) -> None:
+    """records=bf16 on bf16 activations is a no-op; a window longer than the text is said, not failed."""
+    model = tiny(nemotron_h("M-M*", torch.bfloat16))
+    options = KlOptions(schemes=("fp32+records=bf16", "nvfp4@256"), tokens=64)
+    result = run_kl(options, output=tmp_path / "out", loaded=model)
+    assert result["status"] == "complete"
+    assert "nvfp4@256 was never rounded" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_titles_are_escaped_in_html(tmp_path) -> None:
-    book = tmp_path / "<script>alert(1)<" / "script>.txt"
-    book.parent.mkdir(parents=True, exist_ok=True)
-    book.write_text("once upon a time " * 10)
+def test_keywords_win_over_options(tmp_path) -> None:
+    result = run_kl(KlOptions(schemes=("nvfp4@16",), tokens=128), tokens=64, output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+    assert result["tokens"] == 64
+    assert json.loads(json.dumps(result))["rows"][2]["scheme"] == "nvfp4@16"
+
+
+def test_overwriting_waits_until_the_inputs_are_good(tmp_path) -> None:
+    model = tiny(nemotron_h("M-M*"))
+    options = KlOptions(schemes=("nvfp4@16",), tokens=64)
+    run_kl(options, output=tmp_path / "out", loaded=model)
+    (tmp_path / "out" / "parts").mkdir()
+    (tmp_path / "out" / "parts" / "mine.txt").write_text("mine")
+    before = (tmp_path / "out" / "kl.json").read_bytes()
+    with pytest.raises(UsageError, match="more than the book has"):
+        run_kl(options, tokens=99_999_999, output=tmp_path / "out", loaded=model, overwrite=True)
+    assert (tmp_path / "out" / "kl.json").read_bytes() == before
+    run_kl(options, output=tmp_path / "out", loaded=model, overwrite=True)
+    assert (tmp_path / "out" / "parts" / "mine.txt").read_text() == "mine"
+
+
+def test_titles_are_text_everywhere(tmp_path) -> None:
+    """HTML, mathtext and markup in a title are shown, not interpreted."""
+    book = tmp_path / "books.jsonl"
+    book.write_text(json.dumps({"title": "<script>alert(1)</script> $\\x$ [/b] | a", "text": "once upon a time " * 10}))
     run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64, corpus=str(book)), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<script>" not in page
+    assert "&lt;script&gt;" in page
 
 
 def test_damaged_parts_and_finished_runs_are_refused(testbed, tmp_path) -> None:

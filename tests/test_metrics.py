@@ -41,6 +41,11 @@ def test_one_bf16_step_is_small_and_not_negative() -> None:
     assert 0 < value < 1e-6
 
 
+def test_undefined_rows_do_not_agree() -> None:
+    found = compare_logits(torch.tensor([[[3.0, 0, 0]], [[NAN, 0, 0]]]), torch.tensor([0]))
+    assert found.same_top1[:, 0].tolist() == [True, False]
+
+
 def test_nll_may_fall_while_the_model_drifts() -> None:
     """K6: the observed token becomes likelier, yet the distribution is further away."""
     p, q = torch.tensor([0.4, 0.35, 0.25]).log(), torch.tensor([0.5, 0.3, 0.2]).log()

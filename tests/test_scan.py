@@ -66,7 +66,8 @@ def test_states_are_bit_identical_however_the_tokens_are_cut(pieces, prompt) -> 
     x, rows = inputs(len(SCHEMES)), rows_of(SCHEMES, prompt=prompt)
     o, carry = run(x, rows)
     cut_o, cut_carry = run(x, rows, pieces)
-    assert carry.flushes == cut_carry.flushes
+    assert carry.by_row("flushes") == cut_carry.by_row("flushes")
+    assert carry.by_row("changed") == cut_carry.by_row("changed")
     for row, whole in copies(carry).items():
         for a, b in zip(whole, copies(cut_carry)[row], strict=True):
             assert torch.equal(a, b), SCHEMES[row]
@@ -75,22 +76,26 @@ def test_states_are_bit_identical_however_the_tokens_are_cut(pieces, prompt) -> 
 
 def test_states_are_bit_identical_in_any_row_order_and_company() -> None:
     x, rows = inputs(len(SCHEMES)), rows_of(SCHEMES)
-    _, carry = run(x, rows)
+    o, carry = run(x, rows)
     order = list(reversed(range(len(rows))))
-    _, reordered = run(x, [rows[i] for i in order])
+    reordered_o, reordered = run(x, [rows[i] for i in order])
+    roundoff = 64 * 2**-24 * o.abs().max()
+    assert (reordered_o - o[order]).abs().max() <= roundoff
     for new, old in enumerate(order):
         assert all(map(torch.equal, copies(reordered)[new], copies(carry)[old]))
     for i in (2, 3, 4):
-        _, alone = run(inputs(1), [rows[i]])
+        alone_o, alone = run(inputs(1), [rows[i]])
+        assert (alone_o[0] - o[i]).abs().max() <= roundoff
         assert all(map(torch.equal, copies(alone)[0], copies(carry)[i]))
 
 
 def test_memory_blocks_do_not_show(monkeypatch) -> None:
     x, rows = inputs(len(SCHEMES)), rows_of(SCHEMES)
-    _, carry = run(x, rows)
+    o, carry = run(x, rows)
     monkeypatch.setattr(scan, "_BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(scan, "_NOISE_ELEMENTS", 1)
-    _, small = run(x, rows)
+    small_o, small = run(x, rows)
+    assert (small_o - o).abs().max() <= 64 * 2**-24 * o.abs().max()
     for row, whole in copies(carry).items():
         assert all(map(torch.equal, whole, copies(small)[row]))
 
@@ -127,10 +132,33 @@ def test_a_schedule_is_a_list_of_positions() -> None:
     o, carry = run(x, [Row(scheme, flushes=positions)] * 2, (13, 70))
     q, k = (a[0].repeat_interleave(HEADS // GROUPS, dim=1) for a in x[:2])
     trace = recurrence_windows(q, k, *(a[0] for a in x[2:]), scheme, list(positions), key=NoiseKey(layer=3))
-    assert carry.flushes == [5, 5]
+    assert carry.by_row("flushes") == [5, 5]
     assert ((o[0] - trace.o).abs() > 64 * 2**-24 * trace.o.abs().max()).float().mean() <= 0.02
 
 
 def test_a_row_is_checked_against_the_batch() -> None:
     with pytest.raises(UsageError, match="2 batch rows for 1 schemes"):
         replay_scan(*inputs(2), rows_of(["fp32"]), None, layer=0)
+
+
+def test_a_schedule_without_flushes_is_not_the_window() -> None:
+    scheme = parse_scheme("nvfp4@16")
+    for rows in ([Row(scheme), Row(scheme, flushes=())], [Row(scheme, flushes=()), Row(scheme)]):
+        _, carry = run(inputs(2), rows)
+        assert carry.by_row("flushes") == [0 if row.flushes == () else TOKENS // 16 for row in rows]
+
+
+@pytest.mark.parametrize("flushes", [(15, 15), (31, 15), (-3,), (3, 20)], ids=str)
+def test_impossible_schedules_are_refused(flushes) -> None:
+    with pytest.raises(UsageError, match="flush position"):
+        Row(parse_scheme("nvfp4@16"), prompt=5, flushes=flushes)
+
+
+def test_what_the_casts_did_is_counted() -> None:
+    _, carry = run(inputs(4), rows_of(["fp32", "nvfp4@16", "nvfp4/fp32@16", "fp8-unscaled@16"]))
+    assert carry.by_row("flushes") == [5] * 4
+    assert carry.by_row("changed") == [[0, 0], [5, 0], [0, 5], [5, 0]]
+    zeroed = carry.by_row("zeroed")
+    assert zeroed[0] == 0
+    recurrence, read = copies(carry)[2]
+    assert zeroed[2] == pytest.approx(((read == 0) & (recurrence != 0)).float().mean().item())

@@ -63,6 +63,8 @@ def test_default_rounding_follows_the_role() -> None:
         ("nvfp4@16+fold=stored+fold=exact", "twice"),
         ("nvfp4@16+noise-bits=33", "1 to 32"),
         ("nvfp4@16+colour=red", "colour=red"),
+        ("nvfp4@16+cast=chained", "has one"),
+        ("nvfp4@16+flush-reads=read", "has one"),
     ],
 )
 def test_a_bad_scheme_is_one_line_that_names_the_part(text, part) -> None:

@@ -79,14 +79,15 @@ def test_rounding_points_do_not_follow_the_piece_size(size) -> None:
     with attach(model, ["fp32", "nvfp4@16"], probe=False) as session:
         whole = logits(model, ids)
         cut = logits(model, ids, pieces)
-        assert session.flushes == [tokens // 16] * 2
+        assert session.flushes == {0: [tokens // 16] * 2, 2: [tokens // 16] * 2}
     assert_same_rounding(whole, cut)
 
 
 def test_rows_drift_by_their_scheme_and_fp32_rows_do_not(model) -> None:
     with attach(model, ["fp32", "fp32", "nvfp4@16", "fp8@16"]) as session:
         out = logits(model, token_ids(77, rows=4))
-        assert session.flushes == [4] * 4
+        assert set(map(tuple, session.flushes.values())) == {(4,) * 4}
+        session.check_rounding([4] * 4)
         assert session.tokens == 77
     assert torch.equal(out[0], out[1])
     assert torch.equal(out[0, :16], out[2, :16])
@@ -129,7 +130,7 @@ def test_a_prompt_runs_in_full_precision() -> None:
     rows = [Row(parse_scheme("nvfp4@16"), prompt=30), Row(parse_scheme("nvfp4@16+handover=off"), prompt=30), Row(parse_scheme("fp32"))]
     with attach(model, rows) as session:
         out = logits(model, token_ids(60, rows=3))
-        assert session.flushes[:2] == [2, 1]
+        assert [counted[:2] for counted in session.flushes.values()] == [[2, 1]] * 2
     # Token 29, the prompt's last, reads the unrounded state; the hand-over shows from token 30 on, a flush from 46 on.
     scale = 1e-5 * out.abs().max()
     assert (out[0, :30] - out[2, :30]).abs().max() <= scale
@@ -244,4 +245,95 @@ def test_sessions_do_not_nest(model) -> None:
     with attach(model, ["fp32"]), pytest.raises(UsageError, match="another session"), attach(model, ["fp32"]):
         pass
     with pytest.raises(UsageError, match="no scheme"), attach(model, []):
+        pass
+
+
+@pytest.mark.parametrize("broken_layer", [0, 2])
+def test_a_layer_that_is_not_rounded_is_found(broken_layer, monkeypatch) -> None:
+    """P5: roundings are counted where they happen, in every layer, and so is whether they change anything."""
+    import replayssm_kernels.scan as scan
+
+    original = scan._scan_group
+
+    def without_casts(*args):
+        monkeypatch.setattr(scan, "_casts", (lambda *_: []) if args[-1] == broken_layer else casts)
+        return original(*args)
+
+    casts = scan._casts
+    monkeypatch.setattr(scan, "_scan_group", without_casts)
+    with attach(nemotron_h("M-M*"), ["fp32", "nvfp4@16"], probe=False) as session:
+        logits(nemotron_h("M-M*"), token_ids(40, rows=2))
+        with pytest.raises(RunError, match=rf"state layer {broken_layer}: 2 roundings to nvfp4 .* changed nothing"):
+            session.check_rounding([2, 2])
+        with pytest.raises(RunError, match="rounded .2, 2. times .* where .3, 3. was due"):
+            session.check_rounding([3, 3])
+
+
+def test_every_layer_and_document_has_its_own_noise() -> None:
+    """The state of each layer equals the reference recurrence under that layer's and document's key, bit for bit."""
+    from replayssm_emulation import NoiseKey, fixed_window, recurrence_windows
+
+    import replayssm_eval.session as module
+
+    model, rows = nemotron_h("M-M*"), [Row(parse_scheme("fp16@16"), seed=3, document=5)]
+    seen = {}
+    original = module.replay_scan
+
+    def spy(*args, layer, **kwargs):
+        seen[layer] = args[:5]
+        return original(*args, layer=layer, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, attach(model, rows, probe=False) as session:
+        patch.setattr(module, "replay_scan", spy)
+        logits(model, token_ids(48))
+        for layer, (q, k, *rest) in seen.items():
+            q, k = (x[0].float().repeat_interleave(2, dim=1) for x in (q, k))
+            trace = recurrence_windows(
+                q, k, *(x[0].float() for x in rest), rows[0].scheme, fixed_window(16, 0, 48), key=NoiseKey(3, 5, layer)
+            )
+            group = session._carries[layer].groups[0]
+            # The fold's roundoff (1e-7) tips one element in thousands; another key would move nearly all of them.
+            assert (group.recurrence[0] != trace.copies[-1][1]).float().mean() < 0.02
+
+
+def test_a_pass_after_a_failed_one_works(model) -> None:
+    ids = token_ids(20)
+    with attach(model, ["fp32"]) as session:
+        expected = logits(model, ids)
+        head = model.get_output_embeddings()
+        last = list(session.layers)[-1]
+        hook = session._mixers[last].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            logits(model, ids)
+        hook.remove()
+        assert torch.equal(logits(model, ids), expected)
+        assert head is model.get_output_embeddings()
+
+
+@pytest.mark.parametrize("fault", ["no decay", "decay x 1.3", "beta x 1.05"])
+def test_the_probe_compares_with_the_unpatched_model(model, fault, monkeypatch) -> None:
+    """A wrong input mapping agrees with itself; only the unpatched model can tell."""
+    from replayssm_eval.session import Session
+
+    original = Session.scan
+    factors = {"no decay": (1.0, 0.0), "decay x 1.3": (1.0, 1.3), "beta x 1.05": (1.05, 1.0)}[fault]
+
+    def wrong(self, q, k, v, beta, log_decay, state):
+        return original(self, q, k, v, beta * factors[0], log_decay * factors[1], state)
+
+    monkeypatch.setattr(Session, "scan", wrong)
+    with pytest.raises(RunError, match="one pass and the unpatched model differ"), attach(model, ["fp32"]):
+        pass
+
+
+def test_following_the_clamp_is_the_same_for_every_chunking() -> None:
+    """Both recurrence functions clamp, or neither: a chunk of one token must not change the model."""
+    model = nemotron_h("M-M*")
+    with attach(model, ["fp32"], follow_hf_clamp=True):
+        ids = token_ids(24)
+        assert (logits(model, ids) - logits(model, ids, (1,) * 24)).abs().max() <= 1e-4
+
+
+def test_delta_rule_options_are_refused_where_there_is_no_delta_rule(model) -> None:
+    with pytest.raises(UsageError, match="fold=stored is a choice of delta-rule models"), attach(model, ["nvfp4@16+fold=stored"]):
         pass

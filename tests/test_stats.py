@@ -19,6 +19,10 @@ def test_position_bins(tokens, bins) -> None:
     assert position_bins(tokens) == bins
 
 
+def test_bins_count_decoded_tokens() -> None:
+    assert position_bins(4000, prompt=900) == [(900, 1924), (1924, 2948), (2948, 4000)]
+
+
 def test_row_statistics_by_hand() -> None:
     kl = np.array([[0.0, 1.0, 2.0, 5.0, np.inf, np.nan]], dtype=np.float32)
     top = np.array([[True, True, False, False, True, True]])
@@ -29,7 +33,7 @@ def test_row_statistics_by_hand() -> None:
     assert row["kl"] == 2.0
     assert row["kl_median"] == 1.5
     assert (row["kl_min"], row["kl_max"], row["nonfinite"], row["negative_kl"]) == (0.0, 5.0, 2, 0)
-    assert row["same_top1"] == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert row["same_top1"] == [pytest.approx(2 / 3), 0.5]  # undefined positions do not count
     assert row["nll"] == [2.0, 4.5]
     assert row["nll_difference"] == [1.0, 3.5]
     assert row["nll_difference_overall"] == 2.0

@@ -121,16 +121,13 @@ def get_format(name: str) -> Format:
     base, _, variant = name.rpartition("-")
     found = FORMATS.get(base)
     if found and found.scale == "amax":
+        kind = found.summary.split(",")[0]
         if variant == "head":
-            return replace(
-                found, name=name, per_head=True, summary=found.summary.replace("per row of d_k", "per row").replace("per row", "per head")
-            )
+            return replace(found, name=name, per_head=True, summary=f"{kind}, fp32 scale per head")
         if variant == "unscaled" and isinstance(found.element, Minifloat):
-            return replace(found, name=name, scale="none", summary=f"{found.element.name.upper()}, bare cast without a scale")
+            return replace(found, name=name, scale="none", summary=f"{kind}, bare cast without a scale")
         if variant[:1] == "b" and variant[1:].isascii() and variant[1:].isdigit() and variant[1] != "0":
-            return replace(
-                found, name=name, block=int(variant[1:]), summary=f"{found.summary.split(',')[0]}, fp32 scale per {variant[1:]} elements"
-            )
+            return replace(found, name=name, block=int(variant[1:]), summary=f"{kind}, fp32 scale per {variant[1:]} elements of a row")
     if found and found.scale == "e8m0" and variant in ("even", "rceil"):
         return replace(found, name=name, scale_rule=variant, summary=f"{found.summary} ({variant} rule)")
     raise UsageError(f"unknown format {name!r}: use one of {', '.join(FORMATS)} (see `replayssm-eval formats`)")

@@ -60,7 +60,7 @@ def quantize_with_noise(x: Tensor, format: Format, noise: Tensor | None, noise_b
     if format.scale == "none":
         return round_elements(x, format.element, noise, noise_bits)
     d_k = x.shape[-1]
-    block = format.block or d_k
+    block = min(format.block or d_k, d_k)
     pad = -d_k % block
     if pad:
         # Zeros change no amax, and what they round to is cut off again.

@@ -149,6 +149,9 @@ def parse_scheme(text: str) -> Scheme:
             raise UsageError(f"{copies!r} names {len(names)} copies: use FORMAT or READ/RECURRENCE")
         recurrence = _parse_copy(names[-1], "stochastic")
         read = _parse_copy(names[0], "nearest") if len(names) == 2 else None
-        return Scheme(recurrence, read, window, **_parse_options(options))
+        chosen = _parse_options(options)
+        if read is None and (useless := {"cast", "flush_reads"} & chosen.keys()):
+            raise UsageError(f"+{min(useless).replace('_', '-')} chooses between two copies, and {copies!r} has one")
+        return Scheme(recurrence, read, window, **chosen)
     except UsageError as error:
         raise UsageError(f"scheme {text!r}: {error}") from None

@@ -10,12 +10,13 @@ on the state (step 1 below) and the readout (step 3) are batched over all window
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from replayssm_emulation import Scheme, UsageError, fixed_window, quantize_with_noise, state_noise
 from replayssm_emulation.formats import get_format
 from replayssm_emulation.philox import READ, RECURRENCE
-from replayssm_emulation.schedule import folds
+from replayssm_emulation.schedule import folds, segments
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class Row:
     """One batch row: a scheme, the seed and document of its noise, and the length of its prompt in tokens.
 
     flushes: the schedule as positions; None follows the scheme's window from the end of the prompt.
+    Raises UsageError for positions that are not increasing or lie inside the prompt.
     """
 
     scheme: Scheme
@@ -36,6 +38,10 @@ class Row:
     document: int = 0
     prompt: int = 0
     flushes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.flushes:
+            segments(list(self.flushes), self.prompt, self.flushes[-1] + 1)
 
     def folds(self, start: int, stop: int) -> tuple[tuple[int, bool], ...]:
         """(position, rounded) of every fold in [start, stop)."""
@@ -49,21 +55,37 @@ class Row:
 
 @dataclass
 class Group:
-    """Rows that fold at the same positions: their copies `[rows, H, d_v, d_k]` and the records since the last fold."""
+    """Rows that fold at the same positions: their copies `[rows, H, d_v, d_k]` and the records since the last fold.
+
+    records: k, v, beta and log_decay, each `[rows, pending, ...]`. flushes: rounded folds so far. changed `[rows, 2]`: in
+    how many of them the cast of the recurrence and of the read copy changed anything. zeroed `[rows]`: share of the
+    non-zero elements that the newest read copy holds as zero.
+    """
 
     rows: list[int]
     recurrence: Tensor
     read: Tensor
-    records: tuple[Tensor, ...]  # k, v, beta, log_decay, each [rows, pending, ...]
+    records: tuple[Tensor, ...]
+    changed: Tensor
+    zeroed: Tensor
+    flushes: int = 0
 
 
 @dataclass
 class Carry:
-    """What a state layer keeps between chunks. position: tokens seen; flushes: flushes so far, per row."""
+    """What a state layer keeps between chunks. position: tokens seen."""
 
     position: int = 0
     groups: list[Group] = field(default_factory=list)
-    flushes: list[int] = field(default_factory=list)
+
+    def by_row(self, attribute: str) -> list[Any]:
+        """A per-row fact of the groups (flushes, changed, zeroed) in the order of the batch."""
+        found = {}
+        for group in self.groups:
+            value = getattr(group, attribute)
+            for place, row in enumerate(group.rows):
+                found[row] = value if isinstance(value, int) else value[place].tolist()
+        return [found[row] for row in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -100,9 +122,6 @@ def replay_scan(
         inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
         members = [rows[r] for r in group.rows]
         o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer)
-        rounded = sum(r for _, r in members[0].folds(start, stop))
-        for r in group.rows:
-            carry.flushes[r] += rounded
     carry.position = stop
     return o, carry
 
@@ -111,23 +130,26 @@ def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, heads: int, d_v: int
     """Zero states. Rows share a group when they fold alike; inside one, rows that are cast alike are neighbours."""
     schedules: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):
-        key = (row.flushes or row.scheme.window, row.prompt, row.scheme.handover if row.prompt else "")
+        key = (row.scheme.window if row.flushes is None else row.flushes, row.prompt, row.scheme.handover if row.prompt else "")
         schedules.setdefault(key, []).append(index)
-    carry = Carry(flushes=[0] * len(rows))
+    carry = Carry()
     for members in schedules.values():
         members.sort(key=lambda r: (str(rows[r].scheme), rows[r].seed, rows[r].document))
         state = v.new_zeros(len(members), heads, d_v, d_k)
         empty = [x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v, v[..., 0], v[..., 0])]
-        carry.groups.append(Group(members, state, state.clone(), tuple(empty)))
+        changed = torch.zeros(len(members), 2, dtype=torch.int64, device=v.device)
+        carry.groups.append(Group(members, state, state.clone(), tuple(empty), changed, v.new_zeros(len(members))))
     return carry
 
 
 def _round_records(x: Tensor, rows: Sequence[Row], position: int) -> Tensor:
-    for index, row in enumerate(rows):
-        if row.scheme.records in ("bf16", "fp16"):
-            decoded = max(0, row.prompt - position)
-            x = x.clone()
-            x[index, decoded:] = quantize_with_noise(x[index, decoded:], get_format(row.scheme.records), None)
+    """v or k `[R, T, ...]` with the rows that record in a narrower format rounded to it, from the end of their prompt on."""
+    rounded = {i: row for i, row in enumerate(rows) if row.scheme.records in ("bf16", "fp16")}
+    if rounded:
+        x = x.clone()
+    for index, row in rounded.items():
+        decoded = max(0, row.prompt - position)
+        x[index, decoded:] = quantize_with_noise(x[index, decoded:], get_format(row.scheme.records), None)
     return x
 
 
@@ -188,7 +210,8 @@ def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Seque
     q = torch.cat([q.new_zeros(len(rows), pending, *q.shape[2:]), q, torch.zeros_like(q[:, :1])], dim=1)
 
     noise = _Noise(torch.tensor([p for p, _ in cuts], device=q.device), (heads, d_v, d_k), layer)
-    block = max(1, _BLOCK_ELEMENTS // group.recurrence.numel())
+    per_window = max(group.recurrence.numel(), len(rows) * heads * longest * longest)
+    block = max(1, _BLOCK_ELEMENTS // per_window)
     outputs = []
     for a in range(0, len(lengths), block):
         window = index[a : a + block]
@@ -226,13 +249,17 @@ def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, 
     decay = g[:, :, -1].exp()[..., None, None]
     reads = torch.empty_like(delta)
     recurrence_casts, read_casts = _casts(rows, RECURRENCE), _casts(rows, READ)
+    last_rounded = max((w for w, (_, rounded) in enumerate(cuts) if rounded), default=-1)
     shared = [i for i, row in enumerate(rows) if row.scheme.read is None]
-    chained = {i for i, row in enumerate(rows) if row.scheme.cast == "chained"}
+    chained = [i for i, row in enumerate(rows) if row.scheme.cast == "chained"]
 
-    def cast(casts, source: Tensor, target: Tensor, index: int) -> None:
+    def cast(which: int, casts: list[_Cast], source: Tensor, target: Tensor, index: int) -> None:
         for c in casts:
             words = noise.words(c.noise, index) if c.noise else None
-            target[c.where] = quantize_with_noise(source[c.where], c.copy.format, words, c.noise_bits)
+            exact = source[c.where]
+            stored = quantize_with_noise(exact, c.copy.format, words, c.noise_bits)
+            group.changed[c.where, which] += (stored != exact).flatten(1).any(1)
+            target[c.where] = stored
 
     for w in range(windows):
         reads[:, w] = group.read
@@ -242,13 +269,17 @@ def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, 
         group.recurrence = fold.clone()
         group.read = fold.clone()
         if cuts[w][1]:
-            cast(recurrence_casts, fold, group.recurrence, fold_index + w)
+            cast(RECURRENCE, recurrence_casts, fold, group.recurrence, fold_index + w)
             source = fold
             if chained:
                 source = fold.clone()
-                source[list(chained)] = group.recurrence[list(chained)]
-            cast(read_casts, source, group.read, fold_index + w)
+                source[chained] = group.recurrence[chained]
+            cast(READ, read_casts, source, group.read, fold_index + w)
             group.read[shared] = group.recurrence[shared]
+            group.flushes += 1
+            if w == last_rounded:
+                held = fold != 0
+                group.zeroed = (held & (group.read == 0)).flatten(1).sum(1) / held.flatten(1).sum(1).clamp(min=1)
 
     # 3. readout
     read = reads.view(count, windows, groups, share * d_v, d_k) @ q.transpose(-1, -2)

@@ -13,12 +13,13 @@ from . import mamba2
 class Family:
     """modeling: the transformers module whose functions are replaced; mixer: the class name of its state layers.
 
-    patches(session): the replacements by function name.
+    patches(session): the replacements by function name. delta: whether the recurrence is a delta rule.
     """
 
     modeling: str
     mixer: str
     patches: Callable[[Any], dict[str, Callable]]
+    delta: bool = False
 
 
 FAMILIES = {

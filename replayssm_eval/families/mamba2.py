@@ -13,7 +13,8 @@ def patches(session):
 
     def step_size(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-        return F.softplus(dt) if dt_softplus else dt
+        dt = F.softplus(dt) if dt_softplus else dt
+        return dt.clamp(*session.mixer.time_step_limit) if session.follow_hf_clamp else dt
 
     def mamba2_chunk_scan(
         hidden_states,
@@ -26,14 +27,11 @@ def patches(session):
         dt_bias=None,
         initial_states=None,
         dt_softplus=False,
-        dt_limit=(0.0, float("inf")),
         return_final_states=False,
         **kwargs,
     ):
         """x `[R, T, H, d_v]`, dt `[R, T, H]`, A `[H]`, B and C `[R, T, G, d_k]` -> y fp32 `[R, T, H, d_v]`."""
         step = step_size(dt, dt_bias, dt_softplus)
-        if session.follow_hf_clamp:
-            step = step.clamp(*dt_limit)
         y, state = session.scan(C, B, hidden_states, step, step * A.float(), initial_states)
         if D is not None:
             y = y + D.float()[..., None] * hidden_states.float()
