@@ -146,6 +146,7 @@ def kl(
     follow_hf_clamp: Annotated[
         bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")
     ] = False,
+    backend: Annotated[str, typer.Option(help="Of the state scan: auto, torch or triton.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/kl-MODEL-TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
     resume: Annotated[
@@ -180,6 +181,7 @@ def kl(
         revision=revision,
         trust_remote_code=trust_remote_code,
         follow_hf_clamp=follow_hf_clamp,
+        backend=backend,
     )
     try:
         with on_stderr(quiet) as update:

@@ -51,6 +51,7 @@ class KlOptions:
     revision: str | None = None
     trust_remote_code: bool = False
     follow_hf_clamp: bool = False
+    backend: str = "auto"
 
     def parsed(self) -> list[Scheme]:
         """The schemes, each once. Raises UsageError for a bad option."""
@@ -157,6 +158,7 @@ class _Run:
         self.checkpoint = Checkpoint(folder / "parts", self._fingerprint(), options.tokens)
         self.series = [Series(chunks) for chunks in (self.checkpoint.load_chunks() if resume else [])]
         self.problems: list[str] = []
+        self.backend = ""
         self.broken: set[int] = set()  # rows that are not finite somewhere, each said once
         self.manifest = self.checkpoint.manifest
 
@@ -167,7 +169,7 @@ class _Run:
         rows = [(str(r.scheme), r.seed) for r in self.rows]
         versions = [torch.__version__, transformers.__version__, code_digest()]
         weights = weights_digest(self.loaded.model)
-        what = [self.loaded.info, weights, o.tokens, o.prompt_tokens, o.chunk_size, o.follow_hf_clamp, rows, text, versions]
+        what = [self.loaded.info, weights, o.tokens, o.prompt_tokens, o.chunk_size, o.follow_hf_clamp, o.backend, rows, text, versions]
         return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
     def clear(self) -> None:
@@ -180,7 +182,9 @@ class _Run:
         """Read what is not read yet; returns "complete", or "interrupted" after at least one chunk."""
         prompt = self.options.prompt_tokens
         try:
-            with attach(self.loaded.model, [r.scheme for r in self.rows], follow_hf_clamp=self.options.follow_hf_clamp) as session:
+            options, schemes = self.options, [r.scheme for r in self.rows]
+            with attach(self.loaded.model, schemes, follow_hf_clamp=options.follow_hf_clamp, backend=options.backend) as session:
+                self.backend = session.backend
                 for document in range(len(self.books)):
                     if document == len(self.series):
                         self.series.append(Series())
@@ -278,6 +282,7 @@ class _Run:
             },
             "tokens": tokens,
             "prompt_tokens": prompt,
+            "backend": self.backend,
             "options": {**asdict(options), "schemes": [str(r.scheme) for r in self.rows[2:]]},
             "vocabulary": {"columns": int(vocabulary), "rule": "every column of the output head counts, padding included"},
             "bins": bins,

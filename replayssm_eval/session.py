@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Carry, Group, Row, replay_scan
+from replayssm_kernels import Carry, Group, Row, choose_backend, replay_scan
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -25,10 +25,11 @@ class Session:
     rows: one `Row` per batch row. layers: index of every state layer. tokens: tokens that the states have seen.
     """
 
-    def __init__(self, rows: Sequence[Row], mixers: dict[int, Any], follow_hf_clamp: bool = False):
+    def __init__(self, rows: Sequence[Row], mixers: dict[int, Any], follow_hf_clamp: bool = False, backend: str = "torch"):
         self.rows = list(rows)
         self.layers = list(mixers)
         self.follow_hf_clamp = follow_hf_clamp
+        self.backend = backend
         self._carries: dict[int, Carry] = {}
         self._serials: dict[int, int] = {}
         self._next_serial = 0
@@ -93,7 +94,7 @@ class Session:
             "d_k": k.shape[3],
             "dtypes": (v.dtype, k.dtype, beta.dtype, log_decay.dtype),
         }
-        o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer)
+        o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, backend=self.backend)
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
         if held != {torch.float32}:
             raise RunError(f"layer {layer}: the emulated state is held in {held}, not float32: the reference would be rounded too")
@@ -213,6 +214,7 @@ def attach(
     document: int = 0,
     prompt: int = 0,
     follow_hf_clamp: bool = False,
+    backend: str = "auto",
     probe: bool = True,
 ) -> Iterator[Session]:
     """Inside the block, batch row i of `model` keeps its recurrent state as `schemes[i]` says.
@@ -220,6 +222,7 @@ def attach(
     model: a transformers model in eval mode; it must be called with batch = len(schemes), and a sequence lasts as long
     as the HF cache it is given. seed, document, prompt: applied to schemes that are not `Row`s already.
     follow_hf_clamp: clamp Mamba-2's Δ as the many-token path of transformers does (decoding does not clamp).
+    backend: of the scan, see `replayssm_kernels.choose_backend`.
     probe: first check that one pass, two chunks and single tokens agree, and that the unpatched model does too.
     Everything is put back on exit, also after an error.
     Raises UsageError for a model that cannot be emulated, RunError when the probe or a hook fails.
@@ -237,7 +240,7 @@ def attach(
         raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
-    session = Session(rows, mixers, follow_hf_clamp)
+    session = Session(rows, mixers, follow_hf_clamp, choose_backend(backend, model.device))
     unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         for name, function in {**family.patches(session), **_mask_patch(model), "_replayssm_session": session}.items():

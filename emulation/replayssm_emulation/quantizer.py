@@ -60,7 +60,9 @@ def quantize_with_noise(x: Tensor, format: Format, noise: Tensor | None, noise_b
     if format.scale == "none":
         return round_elements(x, format.element, noise, noise_bits)
     d_k = x.shape[-1]
-    block = min(format.block or d_k, d_k)
+    block = format.block or d_k
+    if format.scale == "amax":
+        block = min(block, d_k)
     pad = -d_k % block
     if pad:
         # Zeros change no amax, and what they round to is cut off again.
@@ -134,8 +136,15 @@ def _nvfp4(blocks: Tensor, format: Format, noise: Tensor | None, noise_bits: int
         return to_six
     to_four = stored(wanted * 1.5)
     power = 2 if format.four_over_six == "mse" else 1
-    error_six, error_four = (((y - finite).abs() ** power).sum(dim=-1, keepdim=True) for y in (to_six, to_four))
+    error_six, error_four = (_halving_sum((y - finite).abs() ** power) for y in (to_six, to_four))
     return torch.where(error_four < error_six, to_four, to_six)
+
+
+def _halving_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis, a power of two, pairing halves: one fixed order, so that equal bits decide equally."""
+    while x.shape[-1] > 1:
+        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+    return x
 
 
 def counts(x: Tensor, stored: Tensor) -> dict[str, int]:

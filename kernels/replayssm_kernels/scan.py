@@ -20,6 +20,8 @@ from replayssm_emulation.schedule import folds, segments
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
+from .dispatch import check_rows
+
 # Elements of the per-window states held at once: bounds memory, changes no result.
 _BLOCK_ELEMENTS = 1 << 24
 _NOISE_ELEMENTS = 1 << 22
@@ -99,13 +101,23 @@ class _Cast:
 
 
 def replay_scan(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, rows: Sequence[Row], carry: Carry | None, *, layer: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    rows: Sequence[Row],
+    carry: Carry | None,
+    *,
+    layer: int,
+    backend: str = "torch",
 ) -> tuple[Tensor, Carry]:
     """Outputs of the next T tokens and the carry after them (plain recurrence, decay per head).
 
     q, k: `[R, T, G, d_k]`, each group shared by H / G heads; v: `[R, T, H, d_v]`; beta: `[R, T, H]` write strength;
     log_decay: `[R, T, H]` log α; R = len(rows). carry: None before the first token (zero state). layer: part of the
     noise key. Inputs of any float dtype are worked on in fp32. Returns o fp32 `[R, T, H, d_v]`.
+    backend: "torch", or "triton" (see `choose_backend`): the same rounding of the same folds.
     Cutting the tokens into other chunks, or the rows into another order, changes no rounding.
     """
     count, tokens, heads, d_v = v.shape
@@ -116,12 +128,17 @@ def replay_scan(
     k, v = (_round_records(x, rows, 0 if carry is None else carry.position) for x in (k, v))
     if carry is None:
         carry = _first_carry(rows, v, k, heads, d_v, d_k)
+    scan_group = _scan_group
+    if backend == "triton":
+        from .scan_triton import scan_group as scan_group
+
+        check_rows(rows, d_v, d_k)
     start, stop = carry.position, carry.position + tokens
     o = torch.empty_like(v)
     for group in carry.groups:
         inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
         members = [rows[r] for r in group.rows]
-        o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer)
+        o[group.rows] = scan_group(q[group.rows], inputs, group, members, start, stop, layer)
     carry.position = stop
     return o, carry
 
