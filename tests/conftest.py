@@ -1,5 +1,8 @@
-"""Triton kernels run in the interpreter, so that every test needs only a CPU. Must be set before triton is imported."""
+"""Where there is no GPU, Triton kernels run in the interpreter. Must be decided before triton is imported."""
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

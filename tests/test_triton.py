@@ -1,4 +1,7 @@
-"""The Triton kernels, in the interpreter on tiny shapes: bits equal to the reference, the scan equal to the torch scan."""
+"""The Triton kernels on tiny shapes: bits equal to the CPU reference, the scan equal to the torch scan.
+
+On a GPU where there is one, otherwise in the interpreter.
+"""
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from test_scan import copies
 from test_vectors import same_bits
 
 VARIANTS = ["fp8-head", "fp8-unscaled", "int4-b32", "mxfp4-even", "mxfp8-rceil", "mxfp6-e3m2-rceil"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = {"seed": 5 + (9 << 40), "document": 4, "layer": 3, "position": 9, "copy": 1}
 
 
@@ -29,11 +33,12 @@ def cast(x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: 
     d_v, d_k = x.shape
     constants = cast_constants(get_format(name), d_k, rounding == "stochastic", noise_bits)
     assert constants is not None
+    x = x.to(DEVICE)
     o = torch.full_like(x, torch.inf)
     key = (KEY["layer"] << 17) | (head << 1) | KEY["copy"]
     tile = (max(16, triton.next_power_of_2(d_v)), max(16, triton.next_power_of_2(d_k)))
     cast_kernel[(1,)](x, o, d_v, d_k, KEY["seed"], KEY["position"], key, KEY["document"], *tile, constants, enable_fp_fusion=False)
-    return o
+    return o.cpu()
 
 
 def state(d_v: int, d_k: int) -> torch.Tensor:
@@ -50,8 +55,11 @@ def state(d_v: int, d_k: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*FORMATS, *VARIANTS])
 def test_casts_are_bit_identical(name, rounding, noise_bits, shape) -> None:
     x = state(*shape)
-    expected = quantize(x.expand(3, *shape), name, rounding, noise_bits=noise_bits, **KEY)[2]
+    heads = x.expand(3, *shape)
+    expected = quantize(heads, name, rounding, noise_bits=noise_bits, **KEY)[2]
     assert same_bits(cast(x, name, rounding, noise_bits, head=2), expected)
+    # The torch reference gives the same bits on every device, too.
+    assert same_bits(quantize(heads.to(DEVICE), name, rounding, noise_bits=noise_bits, **KEY)[2].cpu(), expected)
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8", "int8", "mxfp4", "nvfp4", "fp8-head"])
@@ -87,7 +95,7 @@ def inputs(rows: int, heads: int = 2, groups: int = 1, d_k: int = 12, d_v: int =
 def run(x, rows, backend, pieces=(TOKENS,)):
     carry, outputs, position = None, [], 0
     for length in pieces:
-        o, carry = replay_scan(*(a[:, position : position + length] for a in x), rows, carry, layer=3, backend=backend)
+        o, carry = replay_scan(*(a[:, position : position + length].to(DEVICE) for a in x), rows, carry, layer=3, backend=backend)
         outputs.append(o)
         position += length
     return torch.cat(outputs, dim=1), carry
@@ -143,11 +151,12 @@ def test_fp32_rows_are_identical() -> None:
 def test_what_cannot_run_is_refused(monkeypatch) -> None:
     cpu = torch.device("cpu")
     assert choose_backend("auto", cpu) == choose_backend("torch", cpu) == "torch"
-    assert choose_backend("triton", cpu) == "triton"
     with pytest.raises(UsageError, match="unknown backend 'cuda'"):
         choose_backend("cuda", cpu)
     with pytest.raises(UsageError, match="cannot run int4-b12@16 on heads of 10 x 24"):
         run(inputs(1, d_k=24), [Row(parse_scheme("int4-b12@16"))], "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("triton", cpu) == "triton"
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UsageError, match="needs a CUDA device"):
         choose_backend("triton", cpu)
