@@ -48,7 +48,8 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     for key, value in values.items():
         parameter = parameters.get(str(key).replace("-", "_"))
         if parameter is None:
-            known = ", ".join(sorted({(p.name or "").replace("_", "-") for p in ctx.command.params}))
+            flags = {max(p.opts, key=len).lstrip("-") for p in ctx.command.params} - {"config"}
+            known = ", ".join(sorted(flags))
             raise UsageError(f"--config {path}: unknown option {key!r}; known: {known}")
         if value is None:  # left empty: the flag's own default
             continue
@@ -73,7 +74,7 @@ def _listing(title: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...
 
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, no_wrap=column == columns[0])
+        table.add_column(column, no_wrap=column == columns[0], overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     _console().print(table)
@@ -128,16 +129,22 @@ def models(as_json: Json = False) -> None:
 def kl(
     model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")] = "tiny-mamba2",
     scheme: Annotated[
-        list[str] | None, typer.Option(help="How the state is stored, e.g. nvfp4/fp16@16 (see `schemes`). Repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="How the state is stored, e.g. nvfp4/fp16@16 (see `schemes`). Repeatable. Default: nvfp4-rn@16, nvfp4@16, fp8@16, nvfp4/fp16@16.",
+        ),
     ] = None,
     corpus: Annotated[str, typer.Option(help="builtin, pg19, or a .txt/.jsonl/.parquet file or a folder of them.")] = "builtin",
-    books: Annotated[list[str] | None, typer.Option(help="Book by title or index; repeatable. Default: the first.")] = None,
+    books: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Book by title or index; repeatable. Default: the first.")] = None,
     split: Annotated[str, typer.Option(help="Split of pg19.")] = "test",
     text_key: Annotated[str | None, typer.Option(help="Key or column of the text, if it is not `text` or `book_text`.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of every book to read.")] = 16384,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens that run in full precision before decoding starts.")] = 0,
     chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass: memory and progress, not the result.")] = 2048,
-    seed: Annotated[list[int] | None, typer.Option(help="Seed of the rounding noise; repeatable, each is a row. Default 0.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(metavar="INTEGER", help="Seed of the rounding noise; repeatable, each is a row. Default 0.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Weights: auto, float32, bfloat16, float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     device_map: Annotated[str | None, typer.Option(help="Spread the layers over devices (accelerate), e.g. auto.")] = None,
@@ -159,8 +166,11 @@ def kl(
     """Teacher-forced KL of every scheme against fp32 state, by token position."""
     from replayssm_emulation import parse_scheme
 
+    from .models import check_dtype
+
     for text in scheme or []:  # before torch is imported: a typing error should cost no wait
         parse_scheme(text)
+    check_dtype(dtype)
     from .kl import DEFAULT_SCHEMES, KlOptions, run_kl
     from .progress import on_stderr
 
@@ -209,7 +219,7 @@ def _print_kl(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from . import report
+    from . import figure, report
 
     table = Table(title="Mean KL against fp32 state, nats per token, by position", title_justify="left", box=None, pad_edge=False)
     console = _console()
@@ -217,19 +227,21 @@ def _print_kl(result: dict[str, Any]) -> None:
     bins = list(range(len(result["bins"])))
     if len(bins) > fitting:  # a narrow terminal shows the ends and what fits between; the report has all
         bins = sorted({round(i * (len(bins) - 1) / (fitting - 1)) for i in range(fitting)})
-    columns = [f"{report.thousands(a)}–{report.thousands(b)}" for a, b in (result["bins"][i] for i in bins)]
+    columns = [f"{figure.thousands(a)}–{figure.thousands(b)}" for a, b in (result["bins"][i] for i in bins)]
     for column in ("scheme", *columns, "all", "p99", "same top-1", "ΔNLL"):
         table.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
     for row in result["rows"]:
         if row["role"] != "reference":
             figures = [report.number(v) for v in (*(row["kl_mean"][i] for i in bins), row["kl"], row["kl_p99"])]
             table.add_row(
-                Text(report.label(row)),
+                Text(figure.label(row)),
                 *figures,
                 report.number(row["same_top1_overall"], 4),
                 report.number(row["nll_difference_overall"], 2),
             )
     console.print(table)
+    if len(bins) < len(result["bins"]):
+        console.print(f"({len(result['bins']) - len(bins)} bins are not shown; the report has all)")
     for line in report.reading(result):
         console.print(line, markup=False)
     print(f"figure: {result['output']}/kl.png   report: {result['output']}/report.html")

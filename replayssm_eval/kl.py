@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from . import report, stats
 from .checkpoint import Checkpoint
 from .corpus import Book, load_books
+from .figure import kl_figure
 from .metrics import TokenMetrics, compare_hidden
 from .models import Loaded, load, weights_digest
 from .per_token import RowInfo, Series, parquet, stack
@@ -221,7 +222,7 @@ class _Run:
                 if stop < tokens:
                     self.checkpoint.save_state(document, stop, session, cache)
                 self._note_nonfinite(metrics, session, position, title)
-                newest = {r.name: stats.mean(metrics.kl[i]) or 0.0 for i, r in enumerate(self.rows) if r.role == "scheme"}
+                newest = {r.short: stats.mean(metrics.kl[i]) or 0.0 for i, r in enumerate(self.rows) if r.role == "scheme"}
                 self.progress(Progress(title, document * tokens + stop, len(self.books) * tokens, newest))
                 if 0 in self.broken:
                     break  # without a reference nothing can be compared
@@ -299,11 +300,11 @@ class _Run:
     def write(self, result: dict[str, Any]) -> None:
         """All files; kl.json last: a folder that has it has everything."""
         write_atomic(self.folder / "kl.parquet", parquet(self.rows, self.series, self.ids))
-        figure = report.kl_figure(result, stack(self.usable(), result["tokens"]))
+        pictures = kl_figure(result, stack(self.usable(), result["tokens"]))
         for kind in ("png", "svg"):
-            write_atomic(self.folder / f"kl.{kind}", figure[kind])
+            write_atomic(self.folder / f"kl.{kind}", pictures[kind])
         write_atomic(self.folder / "report.md", report.kl_markdown(result))
-        write_atomic(self.folder / "report.html", report.kl_html(result, figure["svg"].decode()))
+        write_atomic(self.folder / "report.html", report.kl_html(result, pictures["svg"].decode()))
         write_json(self.folder / "kl.json", result)
 
 

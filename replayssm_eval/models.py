@@ -47,6 +47,12 @@ class Loaded:
     info: dict[str, Any]
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises UsageError for a name that `load` does not take."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype}: use auto, float32, bfloat16 or float16")
+
+
 def weights_digest(model: Any) -> str:
     """SHA-256 over the name, shape and ends of every weight: tells two checkpoints apart without reading them whole."""
     digest = hashlib.sha256()
@@ -80,8 +86,7 @@ def load(
 
     entry = REGISTRY.get(name)
     location = str(_ASSETS / entry.location) if entry and entry.testbed else entry.location if entry else name
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype {dtype}: use auto, float32, bfloat16 or float16")
+    check_dtype(dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -22,6 +22,11 @@ class RowInfo:
     role: str
 
     @property
+    def short(self) -> str:
+        """For progress: the seed only where it is not the usual one."""
+        return f"{self.scheme} seed {self.seed}" if self.seed else str(self.scheme)
+
+    @property
     def name(self) -> str:
         """For messages: unlike the scheme alone, it tells two seeds apart."""
         return f"{self.scheme} (seed {self.seed})" if self.role == "scheme" else self.role

@@ -18,7 +18,7 @@ class Progress:
     kl: dict[str, float]
 
     def running(self) -> str:
-        return "KL " + "  ".join(f"{name} {value:.2g}" for name, value in self.kl.items())
+        return "KL of this chunk: " + "  ".join(f"{name} {value:.2g}" for name, value in self.kl.items())
 
 
 class Report(Protocol):
@@ -43,16 +43,17 @@ def on_stderr(quiet: bool = False) -> Iterator[Report]:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[kl]}", markup=False),
-        )
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
         with Bar(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("starting", total=None, kl="")
-            yield lambda p: bar.update(task, description=p.book, completed=p.done, total=p.total, kl=p.running())
+            task = bar.add_task("loading", total=None)
+            # A second line for the numbers: beside the bar they would push it off a narrow terminal.
+            numbers = bar.add_task("", total=None, visible=False)
+
+            def update(p: Progress) -> None:
+                bar.update(task, description=p.book, completed=p.done, total=p.total)
+                bar.update(numbers, description=p.running(), visible=True)
+
+            yield update
     else:
         started, first = time.monotonic(), None
 

@@ -58,7 +58,7 @@ def write_json(path: Path, value: Any) -> str:
 def default_output(command: str, model: str) -> Path:
     """runs/<command>-<model>-<UTC time>/"""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    return Path("runs") / f"{command}-{model.strip('/').replace('/', '--')}-{stamp}"
+    return Path("runs") / f"{command}-{Path(model).name if Path(model).is_dir() else model.replace('/', '--')}-{stamp}"
 
 
 def check_output(output: Path, overwrite: bool, resume: bool) -> None:

@@ -94,6 +94,8 @@ class Session:
             "d_k": k.shape[3],
             "dtypes": (v.dtype, k.dtype, beta.dtype, log_decay.dtype),
         }
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, log_decay)):
+            raise UsageError("schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()")
         o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, backend=self.backend)
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
         if held != {torch.float32}:
@@ -228,6 +230,8 @@ def attach(
     Raises UsageError for a model that cannot be emulated, RunError when the probe or a hook fails.
     """
     rows = as_rows(schemes, seed, document, prompt)
+    if not hasattr(model, "config"):
+        raise UsageError(f"attach takes a transformers model, not {type(model).__name__} (of what `load` returns, pass .model)")
     mixers = state_layers(model)
     family = family_of(model.config.get_text_config())
     for row in rows:

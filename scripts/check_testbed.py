@@ -2,7 +2,7 @@
 
     replayssm-eval kl --model tiny-mamba2 --tokens 131072 --books moby-dick --books persuasion --output LONG \\
         --scheme nvfp4-rn@16 --scheme nvfp4@16 --scheme nvfp4/fp16@16
-    replayssm-eval kl --model tiny-mamba2 --tokens 1024 --books moby-dick --books persuasion --output EARLY \\
+    replayssm-eval kl --model tiny-mamba2 --tokens 256 --books moby-dick --output EARLY \\
         --scheme nvfp4-rn@16 --scheme nvfp4@16 --seed 0 --seed 1 --seed 2 ...
     python scripts/check_testbed.py LONG EARLY
 

@@ -341,3 +341,12 @@ def test_damaged_parts_and_finished_runs_are_refused(testbed, tmp_path) -> None:
     assert run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True)["status"] == "complete"
     with pytest.raises(UsageError, match="nothing to resume"):
         run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True)
+
+
+def test_the_figure_shows_numbers_not_markup(run) -> None:
+    """Tick labels are text that a reader can read, in the picture and in the page that holds it."""
+    import re
+
+    svg = re.sub(r"<!--.*?-->", "", (run()[1] / "kl.svg").read_text(), flags=re.S)
+    assert "mathdefault" not in svg
+    assert "nvfp4/fp16@16" in svg

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 @pytest.fixture
 def no_grad():
-    with torch.inference_mode():
+    with torch.no_grad():
         yield
 
 
@@ -336,4 +336,11 @@ def test_following_the_clamp_is_the_same_for_every_chunking() -> None:
 
 def test_delta_rule_options_are_refused_where_there_is_no_delta_rule(model) -> None:
     with pytest.raises(UsageError, match="fold=stored is a choice of delta-rule models"), attach(model, ["nvfp4@16+fold=stored"]):
+        pass
+
+
+def test_gradients_are_refused_in_one_line(model) -> None:
+    with torch.enable_grad(), attach(model, ["fp32"]), pytest.raises(UsageError, match="inference_mode"):
+        model(input_ids=token_ids(8).clone(), use_cache=False)
+    with pytest.raises(UsageError, match=r"not dict .*pass \.model"), attach({}, ["fp32"]):
         pass
