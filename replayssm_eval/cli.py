@@ -121,7 +121,8 @@ def models(as_json: Json = False) -> None:
     """List the models that have a name; hub ids and local folders work too."""
     from .models import REGISTRY
 
-    rows = [(m.name, "in the package" if m.testbed else m.location, m.summary) for m in REGISTRY.values()]
+    shape = {True: "; --random-weights builds its true shape", False: ""}
+    rows = [(m.name, "in the package" if m.testbed else m.location, m.summary + shape[m.shape is not None]) for m in REGISTRY.values()]
     _listing("Models", ("name", "location", "what it is"), rows, as_json)
 
 
@@ -150,6 +151,9 @@ def kl(
     device_map: Annotated[str | None, typer.Option(help="Spread the layers over devices (accelerate), e.g. auto.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="True shape, random weights: for cost and memory, never for accuracy.")
+    ] = False,
     follow_hf_clamp: Annotated[
         bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")
     ] = False,
@@ -192,6 +196,7 @@ def kl(
         trust_remote_code=trust_remote_code,
         follow_hf_clamp=follow_hf_clamp,
         backend=backend,
+        random_weights=random_weights,
     )
     try:
         with on_stderr(quiet) as update:
@@ -221,7 +226,12 @@ def _print_kl(result: dict[str, Any]) -> None:
 
     from . import figure, report
 
-    table = Table(title="Mean KL against fp32 state, nats per token, by position", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="Mean KL against fp32 state, nats per token, by position" + report.random_note(result),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     console = _console()
     fitting = max(2, (console.width - 60) // 10)
     bins = list(range(len(result["bins"])))

@@ -112,7 +112,8 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
         nll.set(ylabel="ΔNLL, nats", xlabel=f"tokens after the prompt of {prompt}" if prompt else "token position")
         nll.axhline(0, color="#999999", linewidth=0.6)
         books = ", ".join(b["title"] for b in result["corpus"]["books"])
-        figure.suptitle(f"{result['model']['name']} · {books} · {tokens:,} tokens", fontsize=10, parse_math=False)
+        marked = " · RANDOM WEIGHTS" if result["model"].get("random_weights") else ""
+        figure.suptitle(f"{result['model']['name']}{marked} · {books} · {tokens:,} tokens", fontsize=10, parse_math=False)
         top.set_title(_legend(result, banded, len(schemes) <= _MOST_WITH_QUANTILES), fontsize=7.5, color="#444444", loc="left")
         out = {}
         for kind in ("png", "svg"):

@@ -53,6 +53,7 @@ class KlOptions:
     trust_remote_code: bool = False
     follow_hf_clamp: bool = False
     backend: str = "auto"
+    random_weights: bool = False
 
     def parsed(self) -> list[Scheme]:
         """The schemes, each once. Raises UsageError for a bad option."""
@@ -121,6 +122,7 @@ def run_kl(
         device_map=options.device_map,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
+        random_weights=options.random_weights,
     )
     run = _Run(options, loaded, books, row_infos(schemes, list(options.seeds)), folder, resume, progress)
     if overwrite and not resume:

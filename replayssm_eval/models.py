@@ -13,12 +13,36 @@ _ASSETS = Path(__file__).parent / "assets"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """name: what the user types. location: hub id, or a folder inside the package for a testbed."""
+    """name: what the user types. location: hub id, or a folder inside the package for a testbed.
+
+    shape: the true config, where it is known, for runs with random weights; confirmed: what says so.
+    """
 
     name: str
     location: str
     summary: str
     testbed: bool = False
+    shape: dict[str, Any] | None = None
+    confirmed: str = ""
+
+
+# Third-party copies of the model's config.json; the built model has the published 3,973,556,832 parameters.
+_NANO_4B = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 3136,
+    "intermediate_size": 12544,
+    "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 96,
+    "mamba_head_dim": 80,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "max_position_embeddings": 262144,
+}
 
 
 REGISTRY = {
@@ -27,7 +51,13 @@ REGISTRY = {
         ModelEntry(
             "tiny-mamba2", "tiny-mamba2", "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books", testbed=True
         ),
-        ModelEntry("nemotron-3-nano-4b", "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "42 layers, 21 Mamba-2 of 96 heads x 80 x 128"),
+        ModelEntry(
+            "nemotron-3-nano-4b",
+            "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
+            "42 layers, 21 Mamba-2 of 96 heads x 80 x 128",
+            shape=_NANO_4B,
+            confirmed="parameter count",
+        ),
         ModelEntry(
             "nemotron-3-nano-30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "52 layers, 23 Mamba-2 of 64 heads x 64 x 128, MoE"
         ),
@@ -71,11 +101,13 @@ def load(
     device_map: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    random_weights: bool = False,
 ) -> Loaded:
     """The model called `name`: a registry name, a hub id or a local folder.
 
     dtype: "auto" is float32 for a testbed and the checkpoint's own otherwise. device: "auto" is the GPU when there is one.
-    device_map: handed to accelerate. Raises UsageError when the model cannot be had or was not loaded completely.
+    device_map: handed to accelerate. random_weights: build a registered shape with random bf16 weights (always the same
+    ones) and read text with the testbed's tokenizer: for cost, memory and numerics, never for accuracy. Raises UsageError when the model cannot be had or was not loaded completely.
     """
     import torch
     import transformers
@@ -93,6 +125,8 @@ def load(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {device} cannot be used: {str(error).strip().splitlines()[0]}") from None
+    if random_weights:
+        return _random(name, entry, dtype, device)
     torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and entry and entry.testbed:
         torch_dtype = torch.float32
@@ -128,13 +162,36 @@ def load(
     if not device_map:
         model = model.to(device)
     model = model.eval()
-    info = {
+    found = getattr(config, "_commit_hash", None) or revision
+    return Loaded(model, tokenizer, _facts(name, entry.location if entry else name, model, found))
+
+
+def _random(name: str, entry: ModelEntry | None, dtype: str, device: str) -> Loaded:
+    """The true shape of `entry` with random weights, and the testbed's tokenizer (its ids are valid in any vocabulary)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if entry is None or entry.shape is None:
+        known = ", ".join(e.name for e in REGISTRY.values() if e.shape)
+        raise UsageError(f"--random-weights: the true shape of {name} is not registered; known: {known}")
+    config = AutoConfig.for_model(**entry.shape)
+    torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(_ASSETS / "tiny-mamba2")
+    return Loaded(model, tokenizer, {**_facts(name, entry.location, model, None), "random_weights": True, "tokenizer": "tiny-mamba2"})
+
+
+def _facts(name: str, location: str, model: Any, revision: str | None) -> dict[str, Any]:
+    return {
         "name": name,
-        "location": entry.location if entry else name,
-        "revision": getattr(config, "_commit_hash", None) or revision,
-        "type": config.model_type,
+        "location": location,
+        "revision": revision,
+        "type": model.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
+        "random_weights": False,
     }
-    return Loaded(model, tokenizer, info)

@@ -6,6 +6,11 @@ from typing import Any
 from .figure import label, thousands
 
 
+def random_note(result: dict[str, Any]) -> str:
+    """A mark for every output of a run whose weights are random."""
+    return " (random weights: says nothing about accuracy)" if result["model"].get("random_weights") else ""
+
+
 def growth(row: dict[str, Any]) -> float | None:
     """Mean KL of the last position bin over that of the first."""
     first, last = row["kl_mean"][0], row["kl_mean"][-1]
@@ -51,7 +56,7 @@ def _environment(escape: bool) -> Any:
     environment.filters["number"] = number
     environment.filters["thousands"] = thousands
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
-    environment.globals.update(label=label, growth=growth)
+    environment.globals.update(label=label, growth=growth, random_note=random_note)
     return environment
 
 

@@ -1,0 +1,69 @@
+"""The registry, and true shapes with random weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from replayssm_emulation import UsageError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from replayssm_eval import models, run_kl
+from replayssm_eval.families import family_of
+
+TINY = {
+    "model_type": "nemotron_h",
+    "vocab_size": 2100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "hybrid_override_pattern": "M-M*",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+}
+
+
+def test_the_registered_shape_has_the_published_parameters() -> None:
+    shape = models.REGISTRY["nemotron-3-nano-4b"].shape
+    assert shape is not None
+    config = AutoConfig.for_model(**shape)
+    family_of(config)
+    assert config.layer_types.count("linear_attention") == 21
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == 3_973_556_832
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    entry = models.REGISTRY["nemotron-3-nano-4b"]
+    monkeypatch.setitem(models.REGISTRY, "nemotron-3-nano-4b", replace(entry, shape=TINY))
+
+
+def test_random_weights_are_repeatable_and_leave_the_generator_alone(tiny) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two = (models.load("nemotron-3-nano-4b", device="cpu", random_weights=True) for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert one.model.dtype == torch.bfloat16
+    assert models.weights_digest(one.model) == models.weights_digest(two.model)
+    assert not one.model.training
+
+
+def test_random_weights_are_marked_in_every_output(tiny, tmp_path) -> None:
+    options = {"model": "nemotron-3-nano-4b", "random_weights": True, "tokens": 48, "schemes": ["nvfp4@16"], "device": "cpu"}
+    result = run_kl(output=tmp_path / "out", **options)
+    assert result["model"]["random_weights"] is True
+    assert result["control"]["kl_max"] == 0.0
+    for name in ("report.md", "report.html"):
+        assert "random weights: says nothing about accuracy" in (tmp_path / "out" / name).read_text()
+    assert "RANDOM WEIGHTS" in (tmp_path / "out" / "kl.svg").read_text()
+
+
+def test_random_weights_need_a_registered_shape() -> None:
+    for name in ("nemotron-3-super", "tiny-mamba2", "some/model"):
+        with pytest.raises(UsageError, match="not registered; known: nemotron-3-nano-4b"):
+            models.load(name, random_weights=True)
