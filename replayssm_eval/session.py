@@ -13,6 +13,7 @@ from replayssm_kernels import Carry, Group, Row, choose_backend, replay_scan
 from torch import Tensor
 from transformers import DynamicCache
 
+from .attention import without_dense_masks
 from .families import family_of
 
 _PROBE_TOKENS = (17, 23)
@@ -247,6 +248,7 @@ def attach(
     session = Session(rows, mixers, follow_hf_clamp, choose_backend(backend, model.device))
     unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
+        stack.enter_context(without_dense_masks(model))
         for name, function in {**family.patches(session), **_mask_patch(model), "_replayssm_session": session}.items():
             _set_until_exit(stack, module, name, function)
         for layer, mixer in mixers.items():

@@ -1,0 +1,53 @@
+"""The scripts run as their first lines say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def script(name: str, *args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(SCRIPTS / name), *args], capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_benchmark_runs() -> None:
+    done = script("bench_kl.py", "--tokens", "64")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens"] == 64
+    assert {"load", "replay_scan", "compare_hidden", "write"} <= report["parts"].keys()
+
+
+@pytest.mark.parametrize(("growth", "code"), [(80.0, 0), (2.0, 1)], ids=["good", "too-flat"])
+def test_testbed_check_accepts_and_refuses(tmp_path, growth, code) -> None:
+    """Made-up curves: nearest grows by `growth`, stochastic by a third of it from twice the start, separate stays."""
+    tokens = 131072
+    late = np.arange(tokens) >= 4096
+    kl = {
+        "control": np.zeros(tokens),
+        "nvfp4-rn@16": np.where(late, growth, 1.0) * 1e-3,
+        "nvfp4@16": np.where(late, growth / 3, 2.0) * 1e-3,
+        "nvfp4/fp16@16": np.full(tokens, 1e-3),
+    }
+    frames = []
+    for name, values in kl.items():
+        role = "control" if name == "control" else "scheme"
+        columns = {"book": 0, "scheme": "fp32" if role == "control" else name, "role": role, "seed": 0}
+        frames.append(pd.DataFrame({**columns, "position": np.arange(tokens), "kl": values.astype(np.float32)}))
+    pd.concat(frames).to_parquet(tmp_path / "kl.parquet")
+    (tmp_path / "kl.json").write_text(json.dumps({"corpus": {"books": [{"title": "a book"}]}}))
+    done = script("check_testbed.py", str(tmp_path))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("FAIL" in done.stdout) == bool(code)
+
+
+def test_training_script_explains_itself() -> None:
+    done = script("train_testbed.py", "--help")
+    assert done.returncode == 0
+    assert "--pg19" in done.stdout
