@@ -51,3 +51,12 @@ def test_training_script_explains_itself() -> None:
     done = script("train_testbed.py", "--help")
     assert done.returncode == 0
     assert "--pg19" in done.stdout
+
+
+def test_scan_accuracy_is_that_of_fp32() -> None:
+    """Six layers, each within a few hundred roundings (64·2⁻²⁴) of the float64 recurrence."""
+    done = script("scan_accuracy.py", "--tokens", "200")
+    assert done.returncode == 0, done.stderr
+    errors = [float(line.split()[1]) for line in done.stdout.splitlines()[1:]]
+    assert len(errors) == 6
+    assert max(errors) <= 64 * 2**-24
