@@ -71,19 +71,21 @@ def _round_to_quantum(x, quantum, noise, NOISE_BITS: tl.constexpr):
     if NOISE_BITS == 0:
         shift = tl.minimum(shift, 25)
         rounded = sig + (1 << tl.maximum(shift - 1, 0)) - 1 + ((sig >> tl.maximum(shift, 0)) & 1)
-        return tl.where(shift > 0, rounded >> tl.maximum(shift, 0), sig)
-    # 32-bit words: fraction = floor(δ·2³²); its sum with the noise carries exactly when the value rounds up.
-    small = shift < 32
-    wide = sig.to(tl.uint32)
-    fraction = tl.where(
-        small, wide << tl.where(small, 32 - shift, 0).to(tl.uint32), wide >> tl.minimum(tl.maximum(shift - 32, 0), 31).to(tl.uint32)
-    )
-    whole = tl.where(small, sig >> tl.minimum(shift, 31), 0)
-    if NOISE_BITS == 32:
-        up = (fraction + noise) < fraction
+        multiple = tl.where(shift > 0, rounded >> tl.maximum(shift, 0), sig)
     else:
-        up = (fraction >> (32 - NOISE_BITS)) + (noise >> (32 - NOISE_BITS)) >= (1 << NOISE_BITS)
-    return whole + up.to(tl.int32)
+        # 32-bit words: fraction = floor(δ·2³²); its sum with the noise carries exactly when the value rounds up.
+        small = shift < 32
+        wide = sig.to(tl.uint32)
+        above = wide << tl.where(small, 32 - shift, 0).to(tl.uint32)
+        below = wide >> tl.minimum(tl.maximum(shift - 32, 0), 31).to(tl.uint32)
+        fraction = tl.where(small, above, below)
+        whole = tl.where(small, sig >> tl.minimum(shift, 31), 0)
+        if NOISE_BITS == 32:
+            up = (fraction + noise) < fraction
+        else:
+            up = (fraction >> (32 - NOISE_BITS)) + (noise >> (32 - NOISE_BITS)) >= (1 << NOISE_BITS)
+        multiple = whole + up.to(tl.int32)
+    return multiple
 
 
 @triton.jit
@@ -146,6 +148,24 @@ def cast_tile(x, noise, CAST: tl.constexpr):
     MANTISSA: tl.constexpr = CAST[2]
     LEAST: tl.constexpr = CAST[3]
     MAX: tl.constexpr = CAST[4]
+    SCALE: tl.constexpr = CAST[6]
+    NOISE_BITS: tl.constexpr = CAST[12]
+    if not LOSSY:
+        stored = x
+    elif SCALE == NONE:
+        stored = _round_elements(x, noise, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS)
+    else:
+        stored = _cast_blocks(x, noise, CAST)
+    return stored
+
+
+@triton.jit
+def _cast_blocks(x, noise, CAST: tl.constexpr):
+    """`cast_tile` of a format with scales."""
+    INTEGER: tl.constexpr = CAST[1]
+    MANTISSA: tl.constexpr = CAST[2]
+    LEAST: tl.constexpr = CAST[3]
+    MAX: tl.constexpr = CAST[4]
     LARGEST: tl.constexpr = CAST[5]
     SCALE: tl.constexpr = CAST[6]
     BLOCK: tl.constexpr = CAST[7]
@@ -154,10 +174,6 @@ def cast_tile(x, noise, CAST: tl.constexpr):
     SCALE_MAX: tl.constexpr = CAST[10]
     PER_HEAD: tl.constexpr = CAST[11]
     NOISE_BITS: tl.constexpr = CAST[12]
-    if not LOSSY:
-        return x
-    if SCALE == NONE:
-        return _round_elements(x, noise, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS)
     D_V: tl.constexpr = x.shape[0]
     D_K: tl.constexpr = x.shape[1]
     B: tl.constexpr = D_K if BLOCK == 0 or BLOCK > D_K else BLOCK
