@@ -60,3 +60,10 @@ def test_scan_accuracy_is_that_of_fp32() -> None:
     errors = [float(line.split()[1]) for line in done.stdout.splitlines()[1:]]
     assert len(errors) == 6
     assert max(errors) <= 64 * 2**-24
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    """The interpreter accepts what the compiler does not."""
+    done = script("compile_kernels.py", "--head", "64x64", "--scheme", "nvfp4/fp16@16", "--scheme", "fp8@1", "--scheme", "mxfp4-sr/int8@16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("B shared") == 3

@@ -65,8 +65,8 @@ def _scan_kernel(
     state = ((row * heads + head) * d_v + i[:, None]) * d_k + j[None, :]
     recurrence = tl.load(recurrence_ptr + state, mask=inside, other=0.0)
     read = tl.load(read_ptr + state, mask=inside, other=0.0)
-    changed_recurrence, changed_read = tl.to_tensor(0), tl.to_tensor(0)
-    held, zeroed = tl.to_tensor(0), tl.to_tensor(0)
+    zero = tl.program_id(1) * 0  # a number that the loop can replace
+    changed_recurrence, changed_read, held, zeroed = zero, zero, zero, zero
 
     for w in range(windows):
         first, stop = tl.load(start_ptr + w), tl.load(start_ptr + w + 1)
