@@ -75,7 +75,8 @@ class Checkpoint:
         documents: list[list[TokenMetrics]] = []
         while len(documents) in found:
             chunks = found[len(documents)]
-            stop = self.tokens if _covered(chunks) >= self.tokens else where[1] if where and where[0] == len(documents) else 0
+            covered, saved = _covered(chunks), where[1] if where and where[0] == len(documents) else 0
+            stop = self.tokens if covered >= self.tokens else saved if covered >= saved else 0
             documents.append([chunks[p] for p in sorted(chunks) if p < stop])
             if stop < self.tokens:
                 break

@@ -145,9 +145,9 @@ def _encode(tokenizer: Any, book: Book, tokens: int) -> Tensor:
     return torch.tensor(ids[: tokens + 1])
 
 
-def _flushes(row: RowInfo, prompt: int, stop: int) -> int:
-    """How often the schedule of a row rounds its state in the tokens [0, stop)."""
-    return sum(rounded for _, rounded in Row(row.scheme, prompt=prompt).folds(0, stop))
+def _flushes(row: RowInfo, prompt: int, start: int, stop: int) -> int:
+    """How often the schedule of a row rounds its state in the tokens [start, stop)."""
+    return sum(rounded for _, rounded in Row(row.scheme, prompt=prompt).folds(start, stop))
 
 
 class _Run:
@@ -210,6 +210,7 @@ class _Run:
         targets = torch.full((tokens,), -1)
         targets[: len(ids) - 1] = ids[1 : tokens + 1]
         head = model.get_output_embeddings()
+        due = [_flushes(r, prompt, 0, series.tokens) for r in self.rows]
         with torch.inference_mode(), torch.backends.cudnn.flags(allow_tf32=False):
             for position in range(series.tokens, tokens, self.options.chunk_size):
                 stop = min(position + self.options.chunk_size, tokens)
@@ -217,7 +218,8 @@ class _Run:
                 metrics = compare_hidden(hidden_states(model, batch, cache, position), head, targets[position:stop])
                 if session.tokens != stop:
                     raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
-                session.check_rounding([_flushes(r, prompt, stop) for r in self.rows])
+                due = [n + _flushes(r, prompt, position, stop) for n, r in zip(due, self.rows, strict=True)]
+                session.check_rounding(due)
                 series.chunks.append(metrics)
                 self.manifest = session.manifest(cache)
                 self.checkpoint.save_chunk(document, position, metrics, self.manifest)
@@ -256,7 +258,7 @@ class _Run:
             numbers = stats.row_statistics(
                 values["kl"][r], values["same_top1"][r], values["nll"][r], values["nll"][0], values["entropy"][0], bins
             )
-            flushes = _flushes(row, prompt, tokens)
+            flushes = _flushes(row, prompt, 0, tokens)
             rows.append({"scheme": str(row.scheme), "seed": row.seed, "role": row.role, **numbers, "flushes": flushes})
             self.problems += _doubts(row, numbers, flushes)
             if numbers["nonfinite"] and r not in self.broken:

@@ -15,7 +15,7 @@ _ASSETS = Path(__file__).parent / "assets"
 class ModelEntry:
     """name: what the user types. location: hub id, or a folder inside the package for a testbed.
 
-    shape: the true config, where it is known, for runs with random weights; confirmed: what says so.
+    shape: the true config, where it is known, for runs with random weights.
     """
 
     name: str
@@ -23,7 +23,6 @@ class ModelEntry:
     summary: str
     testbed: bool = False
     shape: dict[str, Any] | None = None
-    confirmed: str = ""
 
 
 # Third-party copies of the model's config.json; the built model has the published 3,973,556,832 parameters.
@@ -56,7 +55,6 @@ REGISTRY = {
             "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
             "42 layers, 21 Mamba-2 of 96 heads x 80 x 128",
             shape=_NANO_4B,
-            confirmed="parameter count",
         ),
         ModelEntry(
             "nemotron-3-nano-30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "52 layers, 23 Mamba-2 of 64 heads x 64 x 128, MoE"
@@ -107,7 +105,8 @@ def load(
 
     dtype: "auto" is float32 for a testbed and the checkpoint's own otherwise. device: "auto" is the GPU when there is one.
     device_map: handed to accelerate. random_weights: build a registered shape with random bf16 weights (always the same
-    ones) and read text with the testbed's tokenizer: for cost, memory and numerics, never for accuracy. Raises UsageError when the model cannot be had or was not loaded completely.
+    ones) and read text with the testbed's tokenizer: for cost, memory and numerics, never for accuracy.
+    Raises UsageError when the model cannot be had or was not loaded completely.
     """
     import torch
     import transformers

@@ -183,13 +183,13 @@ class Session:
 
 def state_layers(model: Any) -> dict[int, Any]:
     """Layer index -> mixer of every layer that holds a recurrent state. Raises UsageError when there is none."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = model.config.get_text_config()
     family = family_of(config)
     found = {m.layer_idx: m for m in model.modules() if type(m).__name__ == family.mixer}
     if not found:
         raise UsageError(f"this {config.model_type} model has no state layer (no {family.mixer}): there is nothing to round")
     declared = getattr(config, "layer_types", None)
-    if declared is not None and config.model_type != "mamba2":
+    if declared is not None:
         expected = [i for i, kind in enumerate(declared) if kind in ("linear_attention", "hybrid")]
         if sorted(found) != expected:
             raise UsageError(f"state layers found at {sorted(found)}, but the config declares {expected}")

@@ -71,17 +71,6 @@ def round_records(x: Tensor, scheme: Scheme, prompt: int = 0) -> Tensor:
     return torch.cat([x[:prompt], recorded])
 
 
-def _prompt(q, k, v, beta, log_decay, scheme, delta, state, prompt, key):
-    """Outputs of the prompt, in full precision, and the copies that decoding starts from."""
-    outputs = []
-    for t in range(prompt):
-        state, _ = _advance(state, k[t], v[t], beta[t], log_decay[t], delta)
-        outputs.append(torch.einsum("hvk,hk->hv", state, q[t]))
-    if prompt and scheme.handover == "on":
-        return outputs, *cast_copies(state, scheme, prompt - 1, key)
-    return outputs, state, state
-
-
 def _advance(state, k, v, beta, log_decay, delta, u=None):
     """One token: (new state, u). `u` replaces the computed one when given."""
     alpha = log_decay.exp().unsqueeze(-1)  # [H, 1], or [H, d_k, 1] for a decay per channel
@@ -92,16 +81,25 @@ def _advance(state, k, v, beta, log_decay, delta, u=None):
     return state + u.unsqueeze(-1) * k.unsqueeze(-2), u
 
 
-def _start(q, k, v, beta, log_decay, flushes, prompt, state):
-    """(initial state, windows of the schedule), after checking the shapes of one sequence."""
+def _begin(q, k, v, beta, log_decay, scheme, flushes, delta, state, prompt, key):
+    """What both forms start from: (k, v as recorded, windows of the schedule, outputs of the prompt, both copies).
+
+    Checks the shapes of one sequence; the prompt runs in full precision and is rounded at its end (hand-over).
+    """
     tokens, heads, d_k = q.shape
     if k.shape != q.shape or v.shape[:2] != (tokens, heads) or beta.shape != (tokens, heads):
         raise UsageError(f"shapes do not agree: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, beta {tuple(beta.shape)}")
     if log_decay.shape not in ((tokens, heads), (tokens, heads, d_k)):
         raise UsageError(f"log_decay has shape {tuple(log_decay.shape)}: use [T, H] or [T, H, d_k]")
-    if state is None:
-        state = v.new_zeros(heads, v.shape[-1], d_k)
-    return state, segments(flushes, prompt, tokens)
+    k, v = round_records(k, scheme, prompt), round_records(v, scheme, prompt)
+    windows = segments(flushes, prompt, tokens)
+    state = v.new_zeros(heads, v.shape[-1], d_k) if state is None else state
+    outputs = []
+    for t in range(prompt):
+        state, _ = _advance(state, k[t], v[t], beta[t], log_decay[t], delta)
+        outputs.append(torch.einsum("hvk,hk->hv", state, q[t]))
+    handed_over = prompt and scheme.handover == "on"
+    return k, v, windows, outputs, *(cast_copies(state, scheme, prompt - 1, key) if handed_over else (state, state))
 
 
 def recurrence_steps(
@@ -124,9 +122,8 @@ def recurrence_steps(
     state: `[H, d_v, d_k]` before the first token, default 0; flushes: sorted positions in [prompt, T).
     The first `prompt` tokens run in full precision. Position t is the noise position of a flush after token t.
     """
-    k, v = round_records(k, scheme, prompt), round_records(v, scheme, prompt)
-    state, windows = _start(q, k, v, beta, log_decay, flushes, prompt, state)
-    outputs, recurrence, read = _prompt(q, k, v, beta, log_decay, scheme, delta, state, prompt, key)
+    begun = _begin(q, k, v, beta, log_decay, scheme, flushes, delta, state, prompt, key)
+    k, v, windows, outputs, recurrence, read = begun
     trace = Trace(v)
     for first, stop, ends_in_flush in windows:
         from_recurrence, from_read = recurrence, read
@@ -182,9 +179,8 @@ def recurrence_windows(
         3. o_i = S exp(G_i) q_i + Σ_{j≤i} (q_i exp(G_i - G_j) k_j) u_j
         4. fold = S diag(exp(G_L)) + Σ_j u_j (exp(G_L - G_j) k_j)ᵀ
     """
-    k, v = round_records(k, scheme, prompt), round_records(v, scheme, prompt)
-    state, windows = _start(q, k, v, beta, log_decay, flushes, prompt, state)
-    outputs, recurrence, read = _prompt(q, k, v, beta, log_decay, scheme, delta, state, prompt, key)
+    begun = _begin(q, k, v, beta, log_decay, scheme, flushes, delta, state, prompt, key)
+    k, v, windows, outputs, recurrence, read = begun
     trace = Trace(v)
     for first, stop, ends_in_flush in windows:
         wq, wk, wv, wb, g = (x[first:stop].transpose(0, 1) for x in (q, k, v, beta, log_decay))  # [H, L, ...]
