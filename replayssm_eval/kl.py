@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Row
+from replayssm_kernels import Row, compiled_kernels
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -29,6 +30,7 @@ from .session import Session, attach, hidden_states, layer_devices
 
 DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")
 OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html")
+_WARM_UP_TOKENS = 64  # at least one window of every usual length
 _MOST_NEGATIVE_KL = -1e-6  # below this a KL is wrong, not rounded
 
 
@@ -130,7 +132,7 @@ def run_kl(
     status = run.read_books()
     result = run.result()
     result["status"] = "failed" if run.problems and status == "complete" else status
-    result["provenance"] = provenance(started)
+    result["provenance"] = {**provenance(started), **run.timing}
     run.write(result)
     if status != "interrupted":
         run.checkpoint.remove()
@@ -162,6 +164,7 @@ class _Run:
         self.series = [Series(chunks) for chunks in (self.checkpoint.load_chunks() if resume else [])]
         self.problems: list[str] = []
         self.backend = ""
+        self.timing: dict[str, Any] = {}
         self.broken: set[int] = set()  # rows that are not finite somewhere, each said once
         self.manifest = self.checkpoint.manifest
 
@@ -188,17 +191,31 @@ class _Run:
             options, schemes = self.options, [r.scheme for r in self.rows]
             with attach(self.loaded.model, schemes, follow_hf_clamp=options.follow_hf_clamp, backend=options.backend) as session:
                 self.backend = session.backend
+                self._warm_up(session)
+                began = time.monotonic()
                 for document in range(len(self.books)):
                     if document == len(self.series):
                         self.series.append(Series())
                     if self.series[document].tokens < self.options.tokens:
                         session.start([Row(r.scheme, r.seed, document, prompt) for r in self.rows])
                         self._read_book(session, document)
+                        self.timing["reading_s"] = round(time.monotonic() - began, 2)
         except KeyboardInterrupt:
             if not any(one.chunks for one in self.series):
                 raise
             return "interrupted"
         return "complete"
+
+    def _warm_up(self, session: Session) -> None:
+        """Compile what the run will need before the first chunk is timed; a handful of tokens per row, thrown away."""
+        if session.backend != "triton":
+            return
+        began, model = time.monotonic(), self.loaded.model
+        with torch.inference_mode():
+            batch = self.ids[0][:_WARM_UP_TOKENS].to(model.device).expand(len(self.rows), -1)
+            hidden = hidden_states(model, batch, DynamicCache(config=model.config), 0)
+            compare_hidden(hidden, model.get_output_embeddings(), torch.full((batch.shape[1],), -1), session.backend)
+        self.timing = {"compiled_kernels": compiled_kernels(), "warm_up_s": round(time.monotonic() - began, 2)}
 
     def _read_book(self, session: Session, document: int) -> None:
         """Go on with one book, chunk by chunk, from where its series ends."""
@@ -215,7 +232,8 @@ class _Run:
             for position in range(series.tokens, tokens, self.options.chunk_size):
                 stop = min(position + self.options.chunk_size, tokens)
                 batch = ids[position:stop].to(model.device).expand(len(self.rows), -1)
-                metrics = compare_hidden(hidden_states(model, batch, cache, position), head, targets[position:stop])
+                hidden = hidden_states(model, batch, cache, position)
+                metrics = compare_hidden(hidden, head, targets[position:stop], session.backend)
                 if session.tokens != stop:
                     raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
                 due = [n + _flushes(r, prompt, position, stop) for n, r in zip(due, self.rows, strict=True)]

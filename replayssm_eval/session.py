@@ -245,7 +245,7 @@ def attach(
         raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
-    session = Session(rows, mixers, follow_hf_clamp, choose_backend(backend, model.device))
+    session = Session(rows, mixers, follow_hf_clamp, choose_backend(backend, model.device, [row.scheme for row in rows]))
     unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))

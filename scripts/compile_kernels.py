@@ -16,38 +16,55 @@ os.environ.pop("TRITON_INTERPRET", None)  # decides at import whether kernels ar
 
 import triton
 from replayssm_emulation import parse_scheme
-from replayssm_kernels.scan_triton import PIECE, _scan_kernel, specialisation
+from replayssm_kernels.scan_kernels import token_kernel, window_kernel
+from replayssm_kernels.scan_triton import PIECE, specialisation, tiles_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SCHEMES = ("fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "mxfp4-sr/int8@16", "nvfp4-4over6@16")
-_INTEGER_POINTERS = {
-    "count_ptr": "*i32",
+_POINTERS = {
+    "q_ptr": "*bf16",
+    "k_ptr": "*bf16",
+    "v_ptr": "*bf16",
     "row_ptr": "*i32",
-    "start_ptr": "*i32",
-    "kind_ptr": "*i32",
+    "place_ptr": "*i32",
+    "piece_ptr": "*i32",
     "seed_ptr": "*i64",
     "document_ptr": "*i64",
 }
 
 
 def compile_scan(name: str, d_v: int, d_k: int, arch: int):
-    """The compiled kernel of one scheme; the constants are those of `scan_windows`."""
+    """The compiled kernel of one scheme; the constants are those of `scan_triton`, for bf16 inputs."""
     scheme = parse_scheme(name)
     found = specialisation(scheme, d_v, d_k)
     if found is None:
         raise SystemExit(f"{name}: the kernel cannot run this scheme on heads of {d_v} x {d_k}")
     recurrence, read, shared, chained, reads_fold = found
     single = scheme.window == 1 and reads_fold
+    tiles = tiles_of(found, single, d_v, d_k)
     constants = {
-        "D_V": max(16, triton.next_power_of_2(d_v)), "D_K": max(16, triton.next_power_of_2(d_k)), "L": 1 if single else PIECE, "SINGLE": single,
-        "RECURRENCE_CAST": recurrence, "READ_CAST": read, "SHARED": shared, "CHAINED": chained, "READS_FOLD": reads_fold, "PRECISION": "tf32x3",
+        "d_v": d_v, "d_k": d_k, "D_V": tiles.height, "N": tiles.width, "SLICES": tiles.slices,
+        "RECURRENCE_CAST": recurrence, "READ_CAST": read, "SHARED": shared, "CHAINED": chained,
     }  # fmt: skip
-    names = _scan_kernel.arg_names
-    kinds = {n: _INTEGER_POINTERS.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
+    if single:
+        kernel, constants = token_kernel, {**constants, "BY_COLUMN": tiles.by_column}
+    else:
+        kernel = window_kernel
+        constants |= {"L": PIECE, "READS_FOLD": reads_fold, "LONG": False, "EXACT": True, "PRECISION": "tf32x2"}
+    names = kernel.arg_names
+    kinds = {n: _POINTERS.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
+    if single:
+        kinds |= {"q_ptr": "*fp32", "k_ptr": "*fp32"}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-    source = ASTSource(fn=_scan_kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()})
-    options = {"num_warps": 8 if d_v * d_k > 4096 else 4, "enable_fp_fusion": False}
+    aligned = [n for n in names if n.endswith(("_ptr", "_row", "_token"))]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(k),): v for k, v in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

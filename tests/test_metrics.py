@@ -73,14 +73,25 @@ def test_against_float64_by_hand() -> None:
 
 
 def test_blocks_bound_the_memory_and_change_nothing(monkeypatch) -> None:
-    """K4: the head only ever sees a block of positions."""
+    """K4: the head only ever sees a block of positions, of one row."""
     hidden, targets = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(2)), torch.arange(40)
     head = torch.nn.Linear(8, 50)
     whole = compare_hidden(hidden, head, targets)
     sizes = []
-    head.register_forward_hook(lambda _, args, __: sizes.append(args[0].shape[1]))
+    head.register_forward_hook(lambda _, args, __: sizes.append(tuple(args[0].shape)))
     monkeypatch.setitem(metrics.BLOCK_ELEMENTS, "cpu", 3 * 50 * 7)
     blocked = compare_hidden(hidden, head, targets)
-    assert sizes == [7] * 5 + [5]
+    assert sizes == [(1, 7, 8)] * 15 + [(1, 5, 8)] * 3
     for name in ("kl", "same_top1", "nll", "entropy"):
         np.testing.assert_allclose(getattr(whole, name), getattr(blocked, name), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_hidden_states_give_exactly_zero(dtype) -> None:
+    """K2: in a block of any size, with rows at every alignment in memory."""
+    row = torch.randn(1, 13, 9, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    head = torch.nn.Linear(9, 1001, bias=False, dtype=dtype)
+    found = compare_hidden(row.repeat(5, 1, 1), head, torch.arange(13))
+    assert not found.kl.any()
+    assert found.same_top1.all()
+    assert (found.nll == found.nll[:1]).all()

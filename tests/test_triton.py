@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from replayssm_emulation import FORMATS, UsageError, get_format, parse_scheme, quantize
 from replayssm_kernels import Row, choose_backend, replay_scan
-from replayssm_kernels.rounding import cast_constants, cast_tile, tile_noise
+from replayssm_kernels.rounding import cast_constants, cast_slice, largest_of_rows, ordinary, over_head, slice_noise
 from test_rounding import every_16_bit_value, random_32_bit_values
 from test_scan import copies
 from test_vectors import same_bits
@@ -20,24 +20,35 @@ KEY = {"seed": 5 + (9 << 40), "document": 4, "layer": 3, "position": 9, "copy": 
 
 
 @triton.jit
-def cast_kernel(x_ptr, o_ptr, d_v, d_k, seed, position, key, document, D_V: tl.constexpr, D_K: tl.constexpr, CAST: tl.constexpr):
+def cast_kernel(
+    x_ptr, o_ptr, d_v, d_k, seed, position, key, document,
+    D_V: tl.constexpr, D_K: tl.constexpr, CAST: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     i = tl.arange(0, D_V)[:, None]
     j = tl.arange(0, D_K)[None, :]
     inside = (i < d_v) & (j < d_k)
     x = tl.load(x_ptr + i * d_k + j, mask=inside, other=0.0)
-    noise = tile_noise(seed, position, key, document, (d_k + 3) // 4, D_V, D_K)
-    tl.store(o_ptr + i * d_k + j, cast_tile(x, noise, CAST), mask=inside)
+    noise = slice_noise(seed, position, key, document, (d_k + 3) // 4, 0, 0, D_V, D_K, False)
+    largest = over_head(largest_of_rows(x, CAST), CAST)
+    if SHORT:
+        a = tl.abs(x)
+        if ordinary(tl.max(a, axis=1), tl.min(a, axis=1), CAST):
+            x = cast_slice(x, noise, largest, True, CAST)
+            tl.store(o_ptr + i * d_k + j, x, mask=inside)
+    else:
+        x = cast_slice(x, noise, largest, False, CAST)
+        tl.store(o_ptr + i * d_k + j, x, mask=inside)
 
 
-def cast(x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: int = 0) -> torch.Tensor:
+def cast(x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: int = 0, short: bool = False) -> torch.Tensor:
     d_v, d_k = x.shape
     constants = cast_constants(get_format(name), d_k, rounding == "stochastic", noise_bits)
     assert constants is not None
     x = x.to(DEVICE)
     o = torch.full_like(x, torch.inf)
     key = (KEY["layer"] << 17) | (head << 1) | KEY["copy"]
-    tile = (max(16, triton.next_power_of_2(d_v)), max(16, triton.next_power_of_2(d_k)))
-    cast_kernel[(1,)](x, o, d_v, d_k, KEY["seed"], KEY["position"], key, KEY["document"], *tile, constants, enable_fp_fusion=False)
+    tile = (max(16, triton.next_power_of_2(d_v)), max(16, triton.next_power_of_2(d_k), constants[7]))
+    cast_kernel[(1,)](x, o, d_v, d_k, KEY["seed"], KEY["position"], key, KEY["document"], *tile, constants, short, enable_fp_fusion=False)
     return o.cpu()
 
 
@@ -158,5 +169,5 @@ def test_what_cannot_run_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", cpu) == "triton"
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(UsageError, match="needs a CUDA device"):
+    with pytest.raises(UsageError, match="needs an NVIDIA GPU"):
         choose_backend("triton", cpu)

@@ -1,4 +1,4 @@
-"""Which implementation of the scan runs: the torch one everywhere, the Triton kernel where it can and is asked for."""
+"""Which implementation of the scan runs: the torch one everywhere, the Triton kernels where they can."""
 
 import importlib.util
 import os
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from replayssm_emulation import UsageError
+from replayssm_emulation import Scheme, UsageError
 
 if TYPE_CHECKING:
     from .scan import Row
@@ -14,27 +14,47 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "torch", "triton")
 
 
-def choose_backend(wanted: str, device: torch.device) -> str:
+def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] = ()) -> str:
     """ "torch" or "triton" for `wanted`, one of BACKENDS.
 
-    "auto" is torch until the kernel has been measured on a GPU. Raises UsageError when "triton" cannot run here: it needs
-    the package and a CUDA device, or TRITON_INTERPRET=1, which runs kernels on a CPU, thousands of times slower.
+    "auto" is Triton on a GPU that can run it (NVIDIA of compute capability 8 or more, with the package installed) if it can
+    run every scheme, else torch. Raises UsageError when "triton" cannot run here: it needs the package and such a GPU, or
+    TRITON_INTERPRET=1, which runs kernels on a CPU, thousands of times slower.
     """
     if wanted not in BACKENDS:
         raise UsageError(f"unknown backend {wanted!r}: use {', '.join(BACKENDS)}")
-    if wanted != "triton":
+    if wanted == "torch":
         return "torch"
-    if importlib.util.find_spec("triton") is None:
+    installed = importlib.util.find_spec("triton") is not None
+    capable = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+    if wanted == "auto":
+        if not (installed and capable):
+            return "torch"
+        from .scan_triton import specialisation
+
+        return "triton" if all(specialisation(scheme, 64, 64) for scheme in schemes) else "torch"
+    if not installed:
         raise UsageError("backend triton: the package triton is not installed; use torch")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UsageError(f"backend triton needs a CUDA device, not {device} (or TRITON_INTERPRET=1 for a slow test); use torch")
+    if not capable and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UsageError(
+            f"backend triton needs an NVIDIA GPU of compute capability 8 or more, not {device} (or TRITON_INTERPRET=1 for a slow "
+            "test); use torch"
+        )
     return "triton"
 
 
 def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int) -> None:
-    """Raises UsageError naming the first scheme that the Triton kernel cannot run on heads of [d_v, d_k]."""
+    """Raises UsageError naming the first scheme that the Triton kernels cannot run on heads of [d_v, d_k]."""
     from .scan_triton import specialisation
 
     for row in rows:
         if specialisation(row.scheme, d_v, d_k) is None:
             raise UsageError(f"backend triton cannot run {row.scheme} on heads of {d_v} x {d_k}; use torch")
+
+
+def compiled_kernels() -> int:
+    """Scan kernels that this process has asked for so far, each compiled once: two for a schedule's windows, one for single
+    tokens, times the casts in use. Neither the length, the number of rows nor the layer adds any."""
+    from .scan_triton import VARIANTS
+
+    return len(VARIANTS)

@@ -1,8 +1,9 @@
 """Device functions: exact rounding of a state tile, equal bit for bit to `replayssm_emulation`.
 
-The same integer arithmetic on fp32 bit patterns as `replayssm_emulation.rounding`. Launch with enable_fp_fusion=False: a
-fused multiply-add rounds once where the reference rounds twice. No value is ever cast to fp8 or bf16, whose casts the
-interpreter gets wrong; divisions are `div_rn`, since `/` is approximate on some GPUs.
+The reference works on integers. Here the same results come from fp32 operations that are exact, or round once, where it
+matters: adding 2**(23 + q) rounds to a multiple of 2**q to nearest even, and multiplying by a power of two is exact.
+Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the reference rounds twice. No value is cast to
+fp8 or bf16, whose casts the interpreter gets wrong; divisions are IEEE, since `/` is approximate on some GPUs.
 """
 
 import triton
@@ -13,12 +14,15 @@ from replayssm_emulation.formats import Integer, Minifloat
 # Kinds of scale, as compile-time numbers.
 NONE, AMAX, E8M0, NVFP4 = (tl.constexpr(i) for i in range(4))
 FLOOR, EVEN, RCEIL = (tl.constexpr(i) for i in range(3))
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _ONE_SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1/6)
+# The interpreter's fused multiply-add rounds twice.
+_HAS_FMA = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def cast_constants(format: Format, d_k: int, stochastic: bool, noise_bits: int = 32) -> tuple | None:
-    """Compile-time description of a cast for `cast_tile`: None when the tile functions cannot do it.
+    """Compile-time description of a cast for `cast_slice`: None when the device functions cannot do it.
 
     d_k: width of a row. Blocks must be powers of two, since tiles are.
     """
@@ -46,79 +50,82 @@ def _bits(x):
 
 
 @triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return _float((exponent + 127) << 23)
 
 
 @triton.jit
-def _times_power_of_two(x, exponent):
-    half = exponent >> 1
-    return x * _power_of_two(half) * _power_of_two(exponent - half)
+def _quotients(a, b):
+    """IEEE a / b for a `[.., n]` and b `[.., 1]`, both >= 2**-103 or a 0, the quotient far from fp32's ends.
 
-
-@triton.jit
-def _exponent_of(x):
-    return tl.maximum((_bits(x) >> 23) & 0xFF, 1) - 127
-
-
-@triton.jit
-def _round_to_quantum(x, quantum, noise, NOISE_BITS: tl.constexpr):
-    """|x| as a multiple of 2**quantum, int32: nearest even when NOISE_BITS is 0, else stochastic."""
-    bits = _bits(x)
-    field = (bits >> 23) & 0xFF
-    sig = (bits & 0x7FFFFF) | tl.where(field > 0, 1 << 23, 0)
-    shift = quantum - (tl.maximum(field, 1) - 150)
-    if NOISE_BITS == 0:
-        shift = tl.minimum(shift, 25)
-        rounded = sig + (1 << tl.maximum(shift - 1, 0)) - 1 + ((sig >> tl.maximum(shift, 0)) & 1)
-        multiple = tl.where(shift > 0, rounded >> tl.maximum(shift, 0), sig)
+    Two corrections of a·RN(1/b) round correctly where the remainders are exact (Markstein, 1990; Handbook of
+    Floating-Point Arithmetic, 4.7).
+    """
+    if _HAS_FMA:
+        inverse = tl.broadcast_to(tl.div_rn(tl.zeros_like(b) + 1.0, b), a.shape)
+        b = tl.broadcast_to(b, a.shape)
+        q = a * inverse
+        q = tl.fma(tl.fma(-q, b, a), inverse, q)
+        q = tl.fma(tl.fma(-q, b, a), inverse, q)
     else:
-        # 32-bit words: fraction = floor(δ·2³²); its sum with the noise carries exactly when the value rounds up.
-        small = shift < 32
-        wide = sig.to(tl.uint32)
-        above = wide << tl.where(small, 32 - shift, 0).to(tl.uint32)
-        below = wide >> tl.minimum(tl.maximum(shift - 32, 0), 31).to(tl.uint32)
-        fraction = tl.where(small, above, below)
-        whole = tl.where(small, sig >> tl.minimum(shift, 31), 0)
-        if NOISE_BITS == 32:
-            up = (fraction + noise) < fraction
+        q = tl.div_rn(a, tl.broadcast_to(b, a.shape))
+    return q
+
+
+@triton.jit
+def _add_noise(bits, noise, SHIFT: tl.constexpr, NOISE_BITS: tl.constexpr):
+    """Bits of magnitudes, rounded stochastically at bit SHIFT: exact where the value is normal in its format."""
+    if NOISE_BITS < SHIFT:
+        step = (noise >> (32 - NOISE_BITS)) << (SHIFT - NOISE_BITS)
+    else:
+        step = noise >> (32 - SHIFT)
+    return (bits + step.to(tl.int32)) & (-1 << SHIFT)
+
+
+@triton.jit
+def _round_magnitudes(
+    a, noise, INTEGER: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, NOISE_BITS: tl.constexpr
+):
+    """a >= 0 (or NaN) on the grid, saturated: nearest even when NOISE_BITS is 0, else stochastic."""
+    a = tl.minimum(a, MAX, propagate_nan=_ALL)
+    if LEAST == -126:  # bf16: fp32 without its 16 low bits, subnormals included
+        bits = _bits(a)
+        if NOISE_BITS == 0:
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         else:
-            up = (fraction >> (32 - NOISE_BITS)) + (noise >> (32 - NOISE_BITS)) >= (1 << NOISE_BITS)
-        multiple = whole + up.to(tl.int32)
-    return multiple
-
-
-@triton.jit
-def _with_sign(value, x):
-    signed = ((_bits(value) & 0x7FFFFFFF) | (_bits(x) & -2147483648)).to(tl.float32, bitcast=True)
-    return tl.where(x != x, x, signed)
-
-
-@triton.jit
-def _round_elements(
-    x, noise, INTEGER: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, NOISE_BITS: tl.constexpr
-):
-    clamped = tl.minimum(tl.maximum(x, -MAX), MAX)
-    if INTEGER:
-        quantum = tl.zeros_like(_bits(x))
+            bits = _add_noise(bits, noise, 16, NOISE_BITS)
+        rounded = tl.where(a != a, a, _float(bits))
     else:
-        quantum = tl.maximum(_exponent_of(clamped), LEAST) - MANTISSA
-    multiple = _round_to_quantum(clamped, quantum, noise, NOISE_BITS).to(tl.float32)
-    return _with_sign(_times_power_of_two(multiple, quantum), x)
+        # The bits of 2**e, e the exponent of a but not below LEAST: the spacing there is 2**(e - MANTISSA).
+        if INTEGER:
+            top = tl.zeros_like(_bits(a)) + (127 << 23)
+        else:
+            top = tl.maximum(_bits(a) & 0x7F800000, (LEAST + 127) << 23)
+        if NOISE_BITS == 0:
+            magic = _float(top + ((23 - MANTISSA) << 23))
+            rounded = (a + magic) - magic
+        else:
+            quantum = top - (MANTISSA << 23)
+            multiple = a * _float((254 << 23) - quantum)
+            whole = tl.floor(multiple)
+            if NOISE_BITS == 32:
+                fraction = ((multiple - whole) * 4294967296.0).to(tl.uint32)
+                up = (fraction + noise) < fraction
+            else:
+                fraction = ((multiple - whole) * (1 << NOISE_BITS)).to(tl.uint32)
+                up = fraction + (noise >> (32 - NOISE_BITS)) >= (1 << NOISE_BITS)
+            rounded = tl.where(up, whole + 1.0, whole) * _float(quantum)
+    return rounded
 
 
 @triton.jit
-def _round_elements_scaled(
-    x, noise, scale_exponent, MANTISSA: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, NOISE_BITS: tl.constexpr
-):
-    """Elements of a grid times 2**scale_exponent (MX)."""
-    largest = _times_power_of_two(tl.zeros_like(x) + MAX, scale_exponent)
-    clamped = tl.minimum(tl.maximum(x, -largest), largest)
-    tiny = tl.abs(x) < 7.888609052210118e-31  # 2⁻¹⁰⁰: below fp32's normal range the exponent bits stop telling the exponent
-    exponent = tl.where(tiny, _exponent_of(clamped * 16777216.0) - 24, _exponent_of(clamped))
-    quantum = tl.maximum(exponent, scale_exponent + LEAST) - MANTISSA
-    multiple = _round_to_quantum(clamped, quantum, noise, NOISE_BITS).to(tl.float32)
-    return _with_sign(_times_power_of_two(multiple, quantum), x)
+def _with_sign(a, x):
+    return _float(_bits(a) | (_bits(x) & -2147483648))
 
 
 @triton.jit
@@ -133,35 +140,81 @@ def _halving_sum(x):
 
 
 @triton.jit
-def _nvfp4_at(x, wanted, decode, noise, MAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, NOISE_BITS: tl.constexpr):
+def _nvfp4_at(a, wanted, decode, noise, MAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, NOISE_BITS: tl.constexpr):
     # The block scale is E4M3, to nearest.
-    scale = _round_elements(wanted, wanted.to(tl.uint32, bitcast=True), False, 3, -6, 448.0, 0) * decode
-    inverse = tl.minimum(tl.div_rn(tl.zeros_like(scale) + 1.0, scale), _FLT_MAX)
-    return _round_elements(x * inverse, noise, False, MANTISSA, LEAST, MAX, NOISE_BITS) * scale
+    scale = _round_magnitudes(wanted, wanted, False, 3, -6, 448.0, 0) * decode
+    inverse = tl.minimum(tl.div_rn(tl.zeros_like(scale) + 1.0, scale), _FLT_MAX, propagate_nan=_ALL)
+    return _round_magnitudes(a * inverse, noise, False, MANTISSA, LEAST, MAX, NOISE_BITS) * scale
 
 
 @triton.jit
-def cast_tile(x, noise, CAST: tl.constexpr):
-    """A head's state `[D_V, D_K]` (powers of two, zero outside the head) as it reads back; noise: uint32 words like x."""
+def largest_of_rows(x, CAST: tl.constexpr):
+    """int32 `[D_V]`: the largest magnitude of every row of a slice, as bits; zeros where CAST asks for none.
+
+    Bits order magnitudes as floats do, with infinity and NaN on top.
+    """
+    largest = tl.zeros((x.shape[0],), dtype=tl.int32)
+    if CAST[0]:
+        if CAST[6] == NVFP4 or (CAST[6] == AMAX and CAST[7] == 0):
+            largest = tl.max(_bits(tl.abs(x)), axis=1)
+    return largest
+
+
+@triton.jit
+def over_head(largest, CAST: tl.constexpr):
+    """The largest magnitudes of rows, or of their whole head where the scale spans it."""
+    if CAST[0]:
+        if CAST[6] == NVFP4 or CAST[11]:
+            largest = tl.zeros_like(largest) + tl.max(largest, axis=0)
+    return largest
+
+
+@triton.constexpr_function
+def has_short_cast(CAST):
+    """Whether `ordinary` can hold: for stochastic casts to a minifloat with one scale per row."""
+    return CAST[0] and CAST[6] == 1 and CAST[7] == 0 and CAST[12] > 0 and not CAST[1] and not CAST[11]
+
+
+@triton.constexpr_function
+def _normal_share(CAST):
+    """The smallest normal number as a share of the largest, with a margin for the quotient's rounding."""
+    return (1 + 2.0**-20) * 2.0 ** CAST[3] / CAST[4]
+
+
+@triton.jit
+def ordinary(largest, smallest, CAST: tl.constexpr):
+    """Whether `cast_slice` may take its short way, by the largest and smallest magnitudes fp32 `[D_V]` of whole rows.
+
+    Then every element rounds as a normal number of the format, far from fp32's ends. The caller rules out NaN.
+    """
+    found = (largest > 9.5367431640625e-07) & (largest < 1.3292279957849159e36) & (smallest >= largest * _normal_share(CAST))
+    return tl.min(found.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
+    """Part `[D_V, n]` of a head's state as it reads back, n a multiple of the format's block.
+
+    noise: uint32 words like x. largest: of all parts by `largest_of_rows` and `over_head`, int32 `[D_V]`. Elements outside
+    the head must be zero. SHORT: the caller saw that the rows are `ordinary`.
+    """
     LOSSY: tl.constexpr = CAST[0]
-    INTEGER: tl.constexpr = CAST[1]
-    MANTISSA: tl.constexpr = CAST[2]
-    LEAST: tl.constexpr = CAST[3]
-    MAX: tl.constexpr = CAST[4]
-    SCALE: tl.constexpr = CAST[6]
-    NOISE_BITS: tl.constexpr = CAST[12]
     if not LOSSY:
         stored = x
-    elif SCALE == NONE:
-        stored = _round_elements(x, noise, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS)
+    elif SHORT:
+        scale = tl.div_rn(_float(largest), tl.zeros_like(_float(largest)) + CAST[4])[:, None]
+        quotient = tl.minimum(_quotients(tl.abs(x), scale), CAST[4])
+        stored = _with_sign(_float(_add_noise(_bits(quotient), noise, 23 - CAST[2], CAST[12])) * scale, x)
+    elif CAST[6] == NONE:
+        stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST[1], CAST[2], CAST[3], CAST[4], CAST[12]), x)
     else:
-        stored = _cast_blocks(x, noise, CAST)
+        stored = _cast_blocks(x, noise, largest, CAST)
     return stored
 
 
 @triton.jit
-def _cast_blocks(x, noise, CAST: tl.constexpr):
-    """`cast_tile` of a format with scales."""
+def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
+    """`cast_slice` of a format with scales."""
     INTEGER: tl.constexpr = CAST[1]
     MANTISSA: tl.constexpr = CAST[2]
     LEAST: tl.constexpr = CAST[3]
@@ -172,65 +225,91 @@ def _cast_blocks(x, noise, CAST: tl.constexpr):
     RULE: tl.constexpr = CAST[8]
     POWER: tl.constexpr = CAST[9]
     SCALE_MAX: tl.constexpr = CAST[10]
-    PER_HEAD: tl.constexpr = CAST[11]
     NOISE_BITS: tl.constexpr = CAST[12]
     D_V: tl.constexpr = x.shape[0]
-    D_K: tl.constexpr = x.shape[1]
-    B: tl.constexpr = D_K if BLOCK == 0 or BLOCK > D_K else BLOCK
-    blocks = tl.reshape(x, (D_V, D_K // B, B))
-    words = tl.reshape(noise, (D_V, D_K // B, B))
+    N: tl.constexpr = x.shape[1]
+    B: tl.constexpr = N if BLOCK == 0 else BLOCK
+    a = tl.reshape(tl.abs(x), (D_V, N // B, B))
+    words = tl.reshape(noise, (D_V, N // B, B))
     if SCALE == E8M0:
-        amax = tl.max(tl.abs(blocks), axis=2, keep_dims=True)
+        bits = tl.max(_bits(a), axis=2, keep_dims=True)
         if RULE == FLOOR:
-            shared = (_bits(amax) >> 23) - 127 - LARGEST
+            shared = (bits >> 23) - 127 - LARGEST
         elif RULE == EVEN:
-            shared = ((_bits(amax) + (1 << (22 - MANTISSA))) >> 23) - 127 - LARGEST
+            shared = ((bits + (1 << (22 - MANTISSA))) >> 23) - 127 - LARGEST
         else:
+            amax = _float(bits)
             shared = ((_bits(tl.div_rn(amax, tl.zeros_like(amax) + MAX)) + 0x7FFFFF) >> 23) - 127
         shared = tl.minimum(tl.maximum(shared, -127), 127)
-        stored = _round_elements_scaled(blocks, words, shared + tl.zeros_like(_bits(blocks)), MANTISSA, LEAST, MAX, NOISE_BITS)
-        bad = tl.max(((_bits(blocks) & 0x7FFFFFFF) >= 0x7F800000).to(tl.int32), axis=2, keep_dims=True)
-        stored = tl.where(bad > 0, float("nan"), stored)
+        half = shared >> 1
+        # A non-finite element makes its block NaN.
+        down = tl.where(bits >= 0x7F800000, float("nan"), _power_of_two(-half))
+        rounded = _round_magnitudes(a * down * _power_of_two(half - shared), words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS)
+        stored = rounded * _power_of_two(half) * _power_of_two(shared - half)
     else:
-        finite = tl.minimum(tl.maximum(blocks, -_FLT_MAX), _FLT_MAX)
-        finite = tl.where(blocks != blocks, blocks, finite)
-        amax = tl.max(tl.abs(finite), axis=2, keep_dims=True)
-        # A maximum on the device may ignore NaN; in the reference a NaN scale makes all that it scales NaN.
-        bad = tl.max((blocks != blocks).to(tl.int32), axis=2, keep_dims=True)
-        if PER_HEAD or SCALE == NVFP4:
-            bad = tl.zeros_like(bad) + tl.max(tl.max(bad, axis=2), axis=None)
+        a = tl.minimum(a, _FLT_MAX, propagate_nan=_ALL)
+        if BLOCK == 0:
+            amax = _float(largest)[:, None, None]
+        else:
+            amax = _float(tl.max(_bits(a), axis=2, keep_dims=True))
+        amax = tl.minimum(amax, _FLT_MAX, propagate_nan=_ALL)
         if SCALE == AMAX:
-            if PER_HEAD:
-                amax = tl.zeros_like(amax) + tl.max(tl.max(amax, axis=2), axis=None)
             scale = tl.div_rn(amax, tl.zeros_like(amax) + MAX)
             scale = tl.where(scale == 0.0, 1.0, scale)
-            ratio = tl.div_rn(finite, scale + tl.zeros_like(finite))
-            stored = _round_elements(ratio, words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS) * scale
-            stored = tl.where(stored != stored, stored, tl.minimum(tl.maximum(stored, -_FLT_MAX), _FLT_MAX))
+            # `_quotients` wants nothing tiny: 2**100 leaves the quotient as it is. Elements that are tiny beside a larger
+            # scale are far below every format's grid.
+            up = tl.where(amax < 9.5367431640625e-07, 1.2676506002282294e30, 1.0)
+            quotient = _quotients(a * up, tl.where(amax == 0.0, 1.0, scale * up))
+            stored = _round_magnitudes(quotient, words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS) * scale
+            # A quotient may exceed the largest code by an ulp and dequantise past fp32's range.
+            stored = tl.minimum(stored, _FLT_MAX, propagate_nan=_ALL)
         else:
-            amax_head = tl.zeros_like(amax) + tl.max(tl.max(amax, axis=2), axis=None)
-            encode = tl.minimum(tl.div_rn(tl.zeros_like(amax) + MAX * SCALE_MAX, amax_head), _FLT_MAX)
+            amax_head = tl.minimum(_float(largest), _FLT_MAX, propagate_nan=_ALL)[:, None, None]
+            encode = tl.minimum(tl.div_rn(tl.zeros_like(amax_head) + MAX * SCALE_MAX, amax_head), _FLT_MAX, propagate_nan=_ALL)
             encode = tl.where((amax_head == 0.0) | (encode == 0.0), 1.0, encode)
-            decode = tl.div_rn(tl.zeros_like(amax) + 1.0, encode)
+            decode = tl.div_rn(tl.zeros_like(encode) + 1.0, encode)
             wanted = amax * (encode * _ONE_SIXTH)
-            stored = _nvfp4_at(finite, wanted, decode, words, MAX, MANTISSA, LEAST, NOISE_BITS)
+            stored = _nvfp4_at(a, wanted, decode, words, MAX, MANTISSA, LEAST, NOISE_BITS)
             if POWER > 0:
-                other = _nvfp4_at(finite, wanted * 1.5, decode, words, MAX, MANTISSA, LEAST, NOISE_BITS)
-                error, other_error = tl.abs(stored - finite), tl.abs(other - finite)
+                other = _nvfp4_at(a, wanted * 1.5, decode, words, MAX, MANTISSA, LEAST, NOISE_BITS)
+                error, other_error = tl.abs(stored - a), tl.abs(other - a)
                 if POWER == 2:
                     error, other_error = error * error, other_error * other_error
                 better = _halving_sum(other_error) < _halving_sum(error)
                 stored = tl.where(tl.expand_dims(better, 2), other, stored)
-        stored = tl.where(bad > 0, float("nan"), stored)
-    return tl.reshape(stored, (D_V, D_K))
+    return _with_sign(tl.reshape(stored, (D_V, N)), x)
 
 
 @triton.jit
-def tile_noise(seed, position, layer_head_copy, document, quads, D_V: tl.constexpr, D_K: tl.constexpr):
-    """uint32 words `[D_V, D_K]` of one head at one position; quads = ceil(d_k / 4). See `replayssm_emulation.state_noise`."""
-    row = tl.arange(0, D_V)[:, None]
-    quad = tl.arange(0, D_K // 4)[None, :]
-    c0 = (row * quads + quad).to(tl.uint32)
-    zero = c0 * 0
-    a, b, c, d = tl.philox(seed, c0, zero + position.to(tl.uint32), zero + layer_head_copy.to(tl.uint32), zero + document.to(tl.uint32))
-    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+def _wide(a, FACTOR: tl.constexpr):
+    """High and low word of a 32 x 32 bit product: one instruction, where two separate products are two."""
+    product = a.to(tl.uint64) * FACTOR
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def _philox4x32(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 (Salmon et al., 2011). Counters of any shape: what is a number for the whole tile stays one."""
+    for _ in tl.static_range(10):
+        high_0, low_0 = _wide(c0, 0xD2511F53)
+        high_1, low_1 = _wide(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def slice_noise(seed, position, layer_head_copy, document, quads, row, column, D_V: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr):
+    """uint32 words `[D_V, N]` of the part of a head's state at (row, column), column a multiple of 4; quads = ceil(d_k / 4).
+
+    BY_COLUMN: threads lie along d_v first. Every word of a Philox block is used. See `replayssm_emulation.state_noise`.
+    """
+    i, quad = tl.arange(0, D_V) + row, tl.arange(0, N // 4) + column // 4
+    c0 = i[None, :] * quads + quad[:, None] if BY_COLUMN else i[:, None] * quads + quad[None, :]
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    a, b, c, d = _philox4x32(c0.to(tl.uint32), position.to(tl.uint32), layer_head_copy.to(tl.uint32), document.to(tl.uint32), low, high)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    if BY_COLUMN:
+        words = tl.reshape(tl.permute(tl.reshape(words, (N // 4, D_V, 4)), (1, 0, 2)), (D_V, N))
+    return words

@@ -25,6 +25,7 @@ from .dispatch import check_rows
 # Elements of the per-window states held at once: bounds memory, changes no result.
 _BLOCK_ELEMENTS = 1 << 24
 _NOISE_ELEMENTS = 1 << 22
+_NARROW = ("bf16", "fp16")  # records that are rounded
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Group:
     """Rows that fold at the same positions: their copies `[rows, H, d_v, d_k]` and the records since the last fold.
 
     records: k, v, beta and log_decay, each `[rows, pending, ...]`. flushes: rounded folds so far. changed `[rows, 2]`: in
-    how many of them the cast of the recurrence and of the read copy changed anything. zeroed `[rows]`: share of the
-    non-zero elements that the newest read copy holds as zero.
+    how many of those looked at (all, or the newest of every chunk) the cast of the recurrence and of the read copy changed
+    anything. zeroed `[rows]`: share of the non-zero elements that the newest read copy holds as zero.
     """
 
     rows: list[int]
@@ -124,21 +125,24 @@ def replay_scan(
     d_k = k.shape[-1]
     if count != len(rows) or heads % k.shape[2]:
         raise UsageError(f"{count} batch rows for {len(rows)} schemes, {heads} heads for {k.shape[2]} groups")
-    q, k, v, beta, log_decay = (x.float() for x in (q, k, v, beta, log_decay))
+    beta, log_decay = beta.float(), log_decay.float()
+    if backend == "torch" or not v.is_cuda or any(row.scheme.records in _NARROW for row in rows):
+        q, k, v = q.float(), k.float(), v.float()  # the Triton kernel converts as it loads
     k, v = (_round_records(x, rows, 0 if carry is None else carry.position) for x in (k, v))
     if carry is None:
         carry = _first_carry(rows, v, k, heads, d_v, d_k)
-    scan_group = _scan_group
+    start, stop = carry.position, carry.position + tokens
+    o = torch.full_like(v, torch.nan, dtype=torch.float32)  # poison: every element must be written
     if backend == "triton":
-        from .scan_triton import scan_group as scan_group
+        from .scan_triton import scan_groups
 
         check_rows(rows, d_v, d_k)
-    start, stop = carry.position, carry.position + tokens
-    o = torch.empty_like(v)
-    for group in carry.groups:
-        inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
-        members = [rows[r] for r in group.rows]
-        o[group.rows] = scan_group(q[group.rows], inputs, group, members, start, stop, layer)
+        scan_groups(q, k, v, beta, log_decay, o, carry.groups, rows, start, layer)
+    else:
+        for group in carry.groups:
+            inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
+            members = [rows[r] for r in group.rows]
+            o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer)
     carry.position = stop
     return o, carry
 
@@ -152,16 +156,17 @@ def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, heads: int, d_v: int
     carry = Carry()
     for members in schedules.values():
         members.sort(key=lambda r: (str(rows[r].scheme), rows[r].seed, rows[r].document))
-        state = v.new_zeros(len(members), heads, d_v, d_k)
-        empty = [x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v, v[..., 0], v[..., 0])]
+        state = torch.zeros(len(members), heads, d_v, d_k, device=v.device)
+        gates = state.new_zeros(len(members), 0, heads)
+        empty = [*(x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v)), gates, gates.clone()]
         changed = torch.zeros(len(members), 2, dtype=torch.int64, device=v.device)
-        carry.groups.append(Group(members, state, state.clone(), tuple(empty), changed, v.new_zeros(len(members))))
+        carry.groups.append(Group(members, state, state.clone(), tuple(empty), changed, state.new_zeros(len(members))))
     return carry
 
 
 def _round_records(x: Tensor, rows: Sequence[Row], position: int) -> Tensor:
     """v or k `[R, T, ...]` with the rows that record in a narrower format rounded to it, from the end of their prompt on."""
-    rounded = {i: row for i, row in enumerate(rows) if row.scheme.records in ("bf16", "fp16")}
+    rounded = {i: row for i, row in enumerate(rows) if row.scheme.records in _NARROW}
     if rounded:
         x = x.clone()
     for index, row in rounded.items():

@@ -1,0 +1,375 @@
+"""Device code of the replay scan: a program per row, head and part of d_v walks the windows with the copies in registers.
+
+A window is read in pieces of up to 16 tokens; both copies run on unrounded between the pieces of a longer window and in an
+unfinished one.
+
+    prepare   what does not depend on the state, all pieces at once: M_ij = q_i·k_j β_j exp(G_i - G_j) for j <= i
+    window    o_i = Σ_j M_ij v_j + exp(G_i) S_read q_i;   fold = exp(G_L) S + Σ_j v_j (β_j exp(G_L - G_j) k_j)ᵀ
+    token     the same for windows of one token, without matrix products
+
+Products run on tensor cores in TF32, each fp32 operand split into two parts of 11 bits (after Ootomo and Yokota, 2022).
+Inputs of 16 bits fit one part, so two products replace three.
+"""
+
+import triton
+import triton.language as tl
+
+from .rounding import cast_slice, has_short_cast, largest_of_rows, ordinary, over_head, slice_noise
+
+
+@triton.jit
+def _head_part(x):
+    """The upper 11 bits of a significand: what a TF32 product takes of it."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot(a, b, A_EXACT: tl.constexpr, B_EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """fp32-accurate a·b; an EXACT operand is known to fit 11 bits."""
+    if PRECISION != "tf32x2":
+        o = tl.dot(a, b, input_precision=PRECISION)
+    elif A_EXACT:
+        upper = _head_part(b)
+        o = tl.dot(a, b - upper, input_precision="tf32")
+        o = tl.dot(a, upper, o, input_precision="tf32")
+    elif B_EXACT:
+        upper = _head_part(a)
+        o = tl.dot(a - upper, b, input_precision="tf32")
+        o = tl.dot(upper, b, o, input_precision="tf32")
+    else:
+        a_upper, b_upper = _head_part(a), _head_part(b)
+        o = tl.dot(a - a_upper, b_upper, input_precision="tf32")
+        o = tl.dot(a_upper, b - b_upper, o, input_precision="tf32")
+        o = tl.dot(a_upper, b_upper, o, input_precision="tf32")
+    return o
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def prepare_kernel(
+    q_ptr, k_ptr, beta_ptr, decay_ptr, mix_ptr, from_start_ptr, to_end_ptr, row_ptr, piece_ptr,
+    q_row, q_token, k_row, k_token, tokens, heads, groups,
+    d_k: tl.constexpr, D_K: tl.constexpr, L: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (members, pieces, groups). mix `[members, P, H, L (i), L (j)]`, from_start and to_end `[members, P, H, L]`."""
+    member, piece, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(row_ptr + member).to(tl.int64)
+    first, stop = tl.load(piece_ptr + 5 * piece), tl.load(piece_ptr + 5 * piece + 1)
+    j, t = tl.arange(0, D_K), tl.arange(0, L)
+    live = first + t < stop
+    token = (first + t).to(tl.int64)
+    inside = live[:, None] & (j < d_k)[None, :]
+    q = tl.load(q_ptr + row * q_row + token[:, None] * q_token + group * d_k + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + row * k_row + token[:, None] * k_token + group * d_k + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    scores = _dot(q, tl.trans(k), EXACT, EXACT, PRECISION)
+    share = heads // groups
+    for head in range(group * share, (group + 1) * share):
+        at_head = (row * tokens + token) * heads + head
+        g = tl.cumsum(tl.load(decay_ptr + at_head, mask=live, other=0.0), axis=0)
+        beta = tl.load(beta_ptr + at_head, mask=live, other=0.0)
+        last = tl.sum(tl.where(t == L - 1, g, 0.0), axis=0)
+        between = tl.exp(tl.where(t[:, None] >= t[None, :], g[:, None] - g[None, :], float("-inf")))
+        at = (member.to(tl.int64) * tl.num_programs(1) + piece) * heads + head
+        tl.store(mix_ptr + at * L * L + t[:, None] * L + t[None, :], scores * between * beta[None, :])
+        tl.store(from_start_ptr + at * L + t, tl.exp(g))
+        tl.store(to_end_ptr + at * L + t, beta * tl.exp(last - g))
+
+
+@triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
+def window_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, mix_ptr, from_start_ptr, to_end_ptr, recurrence_ptr, read_ptr, fold_ptr,
+    row_ptr, place_ptr, seed_ptr, document_ptr, piece_ptr, pieces,
+    q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
+    d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, READS_FOLD: tl.constexpr,
+    LONG: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, members, parts of d_v).
+
+    piece `[P, 5]`: first token, end, kind (0 the window goes on, 1 unrounded fold, 2 rounded fold), position of the fold,
+    slot: where the fold and the copies made from it are kept, -1 for nowhere. (That the slot is loaded also keeps the
+    compiler from holding those addresses in registers all the way.) LONG: some window has several pieces. The rest as in
+    `_launches`.
+
+    A state is a tuple of SLICES tiles `[D_V, N]` along d_k: what one cast needs is then alive for one slice at a time. The
+    read copy is needed once, by the product with the next piece's q: that is formed as soon as the copy is, so that (but in
+    LONG windows) one state and not two is alive from one piece to the next.
+    """
+    head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(row_ptr + member).to(tl.int64)
+    place = tl.load(place_ptr + member).to(tl.int64)
+    group = head // (heads // groups)
+    seed = tl.load(seed_ptr + member)
+    document = tl.load(document_ptr + member)
+    key = (layer << 17) | (head << 1)
+    i, j, t = part * D_V + tl.arange(0, D_V), tl.arange(0, N), tl.arange(0, L)
+    in_v = i < d_v
+    state = _state(0, place, heads, head, i, d_v, d_k, N)
+    q_ptr += row * q_row + group * d_k
+    k_ptr += row * k_row + group * d_k
+    v_ptr += row * v_row + head * d_v
+    o_ptr += (row * tokens * heads + head) * d_v
+
+    recurrence, read = (), ()
+    for s in tl.static_range(SLICES):
+        inside = in_v[:, None] & (j + s * N < d_k)[None, :]
+        recurrence += (tl.load(recurrence_ptr + state + s * N, mask=inside, other=0.0),)
+        read += (tl.load(read_ptr + state + s * N, mask=inside, other=0.0),)
+    q = _piece_slices(q_ptr, q_token, tl.load(piece_ptr), tl.load(piece_ptr + 1), d_k, N, SLICES, L)
+    from_read = _read_product(read, q, SLICES, EXACT, PRECISION)
+    for p in range(pieces):
+        first, stop = tl.load(piece_ptr + 5 * p), tl.load(piece_ptr + 5 * p + 1)
+        kind, position = tl.load(piece_ptr + 5 * p + 2), tl.load(piece_ptr + 5 * p + 3)
+        live = first + t < stop
+        token = (first + t).to(tl.int64)
+        at = ((member * pieces + p).to(tl.int64) * heads + head) * L
+        in_piece = live[:, None] & in_v[None, :]
+        v = tl.load(v_ptr + token[:, None] * v_token + i[None, :], mask=in_piece, other=0.0).to(tl.float32)
+        mix = tl.load(mix_ptr + at * L + t[:, None] * L + t[None, :])
+        from_start = tl.load(from_start_ptr + at + t)
+        o = from_read * from_start[:, None] + _dot(mix, v, False, EXACT, PRECISION)
+        tl.store(o_ptr + token[:, None] * (heads * d_v) + i[None, :], o, mask=in_piece)
+        if LONG or kind > 0:
+            q = _piece_slices(
+                q_ptr, q_token, tl.load(piece_ptr + 5 * p + 5, mask=p + 1 < pieces, other=0),
+                tl.load(piece_ptr + 5 * p + 6, mask=p + 1 < pieces, other=0), d_k, N, SLICES, L,
+            )  # fmt: skip
+            k = _piece_slices(k_ptr, k_token, first, stop, d_k, N, SLICES, L)
+            to_end = tl.load(to_end_ptr + at + t)
+            gate = tl.load(from_start_ptr + at + L - 1)
+            values = tl.trans(v)
+            fold, running = (), ()
+            for s in tl.static_range(SLICES):
+                delta = _dot(values, k[s].to(tl.float32) * to_end[:, None], EXACT, False, PRECISION)
+                fold += (gate * recurrence[s] + delta,)
+                if LONG:
+                    running += (gate * read[s] + delta,)
+            if LONG and kind == 0:
+                recurrence = fold
+                read = running
+                from_read = _read_product(read, q, SLICES, EXACT, PRECISION)
+            else:
+                # A shared copy is what the fold was made from: its last token has read the fold already.
+                if READS_FOLD and not SHARED:
+                    last = (stop - 1).to(tl.int64)
+                    _store_readout(fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v, d_k, N, SLICES)
+                slot = tl.load(piece_ptr + 5 * p + 4)
+                state = _state(slot, place, heads, head, i, d_v, d_k, N)
+                if slot >= 0:
+                    _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
+                source = fold
+                if CHAINED:
+                    source = ()
+                    largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
+                    for s in tl.static_range(SLICES):
+                        source += (_cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST),)
+                largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
+                largest_read = _largest(source, kind, READ_CAST, SLICES)
+                recurrence, copy = (), ()
+                from_read = tl.zeros_like(from_read)
+                for s in tl.static_range(SLICES):
+                    if SHARED:
+                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST)
+                    else:
+                        x = _cast(source[s], s, largest_read, kind, seed, position, key | 1, document, part, d_k, READ_CAST)
+                    from_read += _dot(q[s].to(tl.float32), tl.trans(x), EXACT, False, PRECISION)
+                    inside = in_v[:, None] & (j + s * N < d_k)[None, :]
+                    if slot >= 0:
+                        tl.store(read_ptr + state + s * N, x, mask=inside)
+                    if LONG:
+                        copy += (x,)
+                    if CHAINED:
+                        x = source[s]
+                    elif not SHARED:
+                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST)
+                    recurrence += (x,)
+                    if slot >= 0:
+                        tl.store(recurrence_ptr + state + s * N, x, mask=inside)
+                if LONG:
+                    read = copy
+
+
+@triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
+def token_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, decay_ptr, o_ptr, recurrence_ptr, read_ptr, fold_ptr,
+    row_ptr, place_ptr, seed_ptr, document_ptr, piece_ptr, pieces,
+    q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
+    d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """`window_kernel` where every piece is one token that reads its rounded fold, so that the read copy is never read.
+
+    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads.
+    """
+    head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(row_ptr + member).to(tl.int64)
+    place = tl.load(place_ptr + member).to(tl.int64)
+    group = head // (heads // groups)
+    seed = tl.load(seed_ptr + member)
+    document = tl.load(document_ptr + member)
+    key = (layer << 17) | (head << 1)
+    i = part * D_V + tl.arange(0, D_V)
+    in_v = i < d_v
+    state = (place * heads + head) * d_v * d_k
+    q_ptr += row * q_row + group * d_k
+    k_ptr += row * k_row + group * d_k
+    v_ptr += row * v_row + head * d_v
+    o_ptr += (row * tokens * heads + head) * d_v
+    recurrence = ()
+    for s in tl.static_range(SLICES):
+        recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN),)
+    beta_ptr += row * tokens * heads + head
+    decay_ptr += row * tokens * heads + head
+    for p in range(pieces):
+        token, position = tl.load(piece_ptr + 5 * p).to(tl.int64), tl.load(piece_ptr + 5 * p + 3)
+        slot = tl.load(piece_ptr + 5 * p + 4)
+        gate = tl.exp(tl.load(decay_ptr + token * heads))
+        u = tl.load(beta_ptr + token * heads) * tl.load(v_ptr + token * v_token + i, mask=in_v, other=0.0).to(tl.float32)
+        fold, terms = (), tl.zeros_like(recurrence[0])
+        for s in tl.static_range(SLICES):
+            k = _load_rows(k_ptr + token * k_token, 0, i, in_v, s, d_k, N, BY_COLUMN).to(tl.float32)
+            q = _load_rows(q_ptr + token * q_token, 0, i, in_v, s, d_k, N, BY_COLUMN).to(tl.float32)
+            fold += (tl.fma(tl.broadcast_to(u[:, None], k.shape), k, gate * recurrence[s]),)
+            terms = tl.fma(fold[s], q, terms)
+        o = tl.sum(terms, axis=1)
+        tl.store(o_ptr + token * (heads * d_v) + i, o, mask=in_v)
+        if slot >= 0:
+            at = _state(slot, place, heads, head, i, d_v, d_k, N)
+            _store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
+        if BY_COLUMN and has_short_cast(RECURRENCE_CAST):
+            largest, smallest = tl.abs(fold[0]), tl.abs(fold[0])
+            for s in tl.static_range(1, SLICES):
+                largest, smallest = tl.maximum(largest, tl.abs(fold[s])), tl.minimum(smallest, tl.abs(fold[s]))
+            largest = tl.max(largest, axis=1)
+            # A maximum may ignore a NaN; an output made of one does not.
+            largest = tl.where(o == o, largest, float("inf"))
+            if ordinary(largest, tl.min(smallest, axis=1), RECURRENCE_CAST):
+                bits = largest.to(tl.int32, bitcast=True)
+                recurrence = _cast_slices(fold, bits, True, seed, position, key, document, part, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+            else:
+                recurrence = _cast_token(fold, seed, position, key, document, part, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+        else:
+            recurrence = _cast_token(fold, seed, position, key, document, part, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+        if slot >= 0:
+            at = _state(slot, place, heads, head, i, d_v, d_k, N)
+            _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
+            if not SHARED:
+                source = recurrence if CHAINED else fold
+                recurrence = _cast_token(source, seed, position, key | 1, document, part, d_k, READ_CAST, SLICES, BY_COLUMN)
+            _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
+
+
+@triton.jit
+def _load_rows(base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr):
+    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all of them."""
+    if BY_COLUMN:
+        # With the vectors of 4 on an axis of their own, threads are laid along d_v before d_k.
+        j = 0 * i[:, None, None] + 4 * tl.arange(0, N // 4)[None, :, None] + tl.arange(0, 4)[None, None, :] + s * N
+        x = tl.load(base + i[:, None, None] * stride + j, mask=in_v[:, None, None] & (j < d_k), other=0.0)
+        x = tl.reshape(x, (i.shape[0], N))
+    else:
+        j = 0 * i[:, None] + tl.arange(0, N)[None, :] + s * N
+        x = tl.load(base + i[:, None] * stride + j, mask=in_v[:, None] & (j < d_k), other=0.0)
+    return x
+
+
+@triton.jit
+def _piece_slices(x_ptr, stride, first, stop, d_k: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr):
+    """q or k of tokens [first, stop) as slices `[L, N]`, zero past the end."""
+    t, j = tl.arange(0, L), tl.arange(0, N)
+    token = (first + t).to(tl.int64)
+    x = ()
+    for s in tl.static_range(SLICES):
+        inside = (first + t < stop)[:, None] & (j + s * N < d_k)[None, :]
+        x += (tl.load(x_ptr + token[:, None] * stride + s * N + j[None, :], mask=inside, other=0.0),)
+    return x
+
+
+@triton.jit
+def _read_product(read, q, SLICES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """S_read q_i of the tokens of a piece, `[L, D_V]`."""
+    o = tl.zeros((q[0].shape[0], read[0].shape[0]), dtype=tl.float32)
+    for s in tl.static_range(SLICES):
+        o += _dot(q[s].to(tl.float32), tl.trans(read[s]), EXACT, False, PRECISION)
+    return o
+
+
+@triton.jit
+def _store_readout(fold, q_ptr, o_ptr, in_v, d_k: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr):
+    """The output of a token that reads the fold."""
+    o = tl.zeros((fold[0].shape[0],), dtype=tl.float32)
+    for s in tl.static_range(SLICES):
+        j = tl.arange(0, N) + s * N
+        o += tl.sum(fold[s] * tl.load(q_ptr + j, mask=j < d_k, other=0.0).to(tl.float32)[None, :], axis=1)
+    tl.store(o_ptr, o, mask=in_v)
+
+
+@triton.jit
+def _state(slot, place, heads, head, i, d_v: tl.constexpr, d_k: tl.constexpr, N: tl.constexpr):
+    """Offsets of the first slice of a head's state."""
+    return ((slot + place) * heads + head) * d_v * d_k + i[:, None] * d_k + tl.arange(0, N)[None, :]
+
+
+@triton.jit
+def _store_state(at, state, in_v, d_k: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr):
+    for s in tl.static_range(SLICES):
+        j = tl.arange(0, N) + s * N
+        tl.store(at + s * N, state[s], mask=in_v[:, None] & (j < d_k)[None, :])
+
+
+@triton.jit
+def _largest(x, kind, CAST: tl.constexpr, SLICES: tl.constexpr):
+    """The largest magnitudes that `cast_slice` wants."""
+    largest = tl.zeros((x[0].shape[0],), dtype=tl.int32)
+    if CAST[0]:
+        if kind == 2:
+            for s in tl.static_range(SLICES):
+                largest = tl.maximum(largest, largest_of_rows(x[s], CAST))
+            largest = over_head(largest, CAST)
+    return largest
+
+
+@triton.jit
+def _cast(x, s, largest, kind, seed, position, key, document, part, d_k: tl.constexpr, CAST: tl.constexpr):
+    """Slice s of a copy as it reads back; kind 1 keeps it as it is. A branch for each slice keeps the compiler from working
+    on all slices at once, for which there are no registers."""
+    if CAST[0]:
+        if kind == 2:
+            noise = _noise(seed, position, key, document, part, s, d_k, x.shape[0], x.shape[1], CAST, False)
+            x = cast_slice(x, noise, largest, False, CAST)
+    return x
+
+
+@triton.jit
+def _noise(
+    seed, position, key, document, part, s,
+    d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, CAST: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Noise of slice s, which a cast to nearest does not draw."""
+    if CAST[12] == 0:
+        noise = tl.zeros((D_V, N), dtype=tl.uint32)
+    else:
+        noise = slice_noise(seed, position, key, document, (d_k + 3) // 4, part * D_V, s * N, D_V, N, BY_COLUMN)
+    return noise
+
+
+@triton.jit
+def _cast_token(
+    x, seed, position, key, document, part, d_k: tl.constexpr, CAST: tl.constexpr, SLICES: tl.constexpr, BY_COLUMN: tl.constexpr
+):
+    """A copy as it reads back."""
+    if CAST[0]:
+        largest = _largest(x, 2, CAST, SLICES)
+        x = _cast_slices(x, largest, False, seed, position, key, document, part, d_k, CAST, SLICES, BY_COLUMN)
+    return x
+
+
+@triton.jit
+def _cast_slices(
+    x, largest, SHORT: tl.constexpr, seed, position, key, document, part,
+    d_k: tl.constexpr, CAST: tl.constexpr, SLICES: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    stored = ()
+    for s in tl.static_range(SLICES):
+        noise = _noise(seed, position, key, document, part, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN)
+        stored += (cast_slice(x[s], noise, largest, SHORT, CAST),)
+    return stored
