@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Row, compiled_kernels
+from replayssm_kernels import Row, compile_only, compiled_kernels
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -211,8 +211,11 @@ class _Run:
         if session.backend != "triton":
             return
         began, model = time.monotonic(), self.loaded.model
+        batch = self.ids[0][:_WARM_UP_TOKENS].to(model.device).expand(len(self.rows), -1)
         with torch.inference_mode():
-            batch = self.ids[0][:_WARM_UP_TOKENS].to(model.device).expand(len(self.rows), -1)
+            if model.device.type == "cuda":  # the interpreter has nothing to compile
+                with compile_only():
+                    hidden_states(model, batch, DynamicCache(config=model.config), 0)
             hidden = hidden_states(model, batch, DynamicCache(config=model.config), 0)
             compare_hidden(hidden, model.get_output_embeddings(), torch.full((batch.shape[1],), -1), session.backend)
         self.timing = {"compiled_kernels": compiled_kernels(), "warm_up_s": round(time.monotonic() - began, 2)}

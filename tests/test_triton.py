@@ -73,6 +73,21 @@ def test_casts_are_bit_identical(name, rounding, noise_bits, shape) -> None:
     assert same_bits(quantize(heads.to(DEVICE), name, rounding, noise_bits=noise_bits, **KEY)[2].cpu(), expected)
 
 
+@pytest.mark.parametrize("noise_bits", [32, 13])
+@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2"])
+def test_the_short_cast_is_bit_identical(name, noise_bits) -> None:
+    """Rows of any size whose elements all lie in the format's normal range; a row that does not keeps the short way shut."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 128, generator=g).sign() * torch.rand(64, 128, generator=g).clamp(min=1e-4)
+    x *= torch.logspace(-5, 35, 64).unsqueeze(1)
+    expected = quantize(x, name, "stochastic", noise_bits=noise_bits, **KEY)
+    assert same_bits(cast(x, name, "stochastic", noise_bits, short=True), expected)
+    for value in (0.0, 1e-10, 1e38):
+        y = x.clone()
+        y[7, 9] = value
+        assert torch.isinf(cast(y, name, "stochastic", noise_bits, short=True)).all()  # nothing was written
+
+
 @pytest.mark.parametrize("name", ["fp16", "fp8", "int8", "mxfp4", "nvfp4", "fp8-head"])
 def test_nan_reaches_exactly_as_far_as_in_the_reference(name) -> None:
     x = state(4, 64)

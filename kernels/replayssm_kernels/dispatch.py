@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,13 @@ def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int) -> None:
     for row in rows:
         if specialisation(row.scheme, d_v, d_k) is None:
             raise UsageError(f"backend triton cannot run {row.scheme} on heads of {d_v} x {d_k}; use torch")
+
+
+def compile_only() -> AbstractContextManager[None]:
+    """A block in which Triton scans compute nothing but compile, side by side, what they would run; outputs are NaN."""
+    from .scan_triton import compile_only
+
+    return compile_only()
 
 
 def compiled_kernels() -> int:

@@ -61,7 +61,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _quotients(a, b):
-    """IEEE a / b for a `[.., n]` and b `[.., 1]`, both >= 2**-103 or a 0, the quotient far from fp32's ends.
+    """IEEE a / b for a `[.., n]` and b `[.., 1]`, |a| and b >= 2**-103 or a 0, the quotient far from fp32's ends.
 
     Two corrections of a·RN(1/b) round correctly where the remainders are exact (Markstein, 1990; Handbook of
     Floating-Point Arithmetic, 4.7).
@@ -160,12 +160,17 @@ def largest_of_rows(x, CAST: tl.constexpr):
     return largest
 
 
+@triton.constexpr_function
+def spans_head(CAST):
+    """Whether a scale spans the whole head."""
+    return CAST[0] and (CAST[6] == 3 or CAST[11])
+
+
 @triton.jit
 def over_head(largest, CAST: tl.constexpr):
     """The largest magnitudes of rows, or of their whole head where the scale spans it."""
-    if CAST[0]:
-        if CAST[6] == NVFP4 or CAST[11]:
-            largest = tl.zeros_like(largest) + tl.max(largest, axis=0)
+    if spans_head(CAST):
+        largest = tl.zeros_like(largest) + tl.max(largest, axis=0)
     return largest
 
 
@@ -203,7 +208,7 @@ def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
         stored = x
     elif SHORT:
         scale = tl.div_rn(_float(largest), tl.zeros_like(_float(largest)) + CAST[4])[:, None]
-        quotient = tl.minimum(_quotients(tl.abs(x), scale), CAST[4])
+        quotient = tl.minimum(tl.abs(_quotients(x, scale)), CAST[4])
         stored = _with_sign(_float(_add_noise(_bits(quotient), noise, 23 - CAST[2], CAST[12])) * scale, x)
     elif CAST[6] == NONE:
         stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST[1], CAST[2], CAST[3], CAST[4], CAST[12]), x)

@@ -114,8 +114,10 @@ def window_kernel(
         inside = in_v[:, None] & (j + s * N < d_k)[None, :]
         recurrence += (tl.load(recurrence_ptr + state + s * N, mask=inside, other=0.0),)
         read += (tl.load(read_ptr + state + s * N, mask=inside, other=0.0),)
-    q = _piece_slices(q_ptr, q_token, tl.load(piece_ptr), tl.load(piece_ptr + 1), d_k, N, SLICES, L)
-    from_read = _read_product(read, q, SLICES, EXACT, PRECISION)
+    from_read = tl.zeros((L, D_V), dtype=tl.float32)
+    for s in tl.static_range(SLICES):
+        q = _piece_slice(q_ptr, q_token, tl.load(piece_ptr), tl.load(piece_ptr + 1), s, d_k, N, L)
+        from_read += _dot(q, tl.trans(read[s]), EXACT, False, PRECISION)
     for p in range(pieces):
         first, stop = tl.load(piece_ptr + 5 * p), tl.load(piece_ptr + 5 * p + 1)
         kind, position = tl.load(piece_ptr + 5 * p + 2), tl.load(piece_ptr + 5 * p + 3)
@@ -129,24 +131,25 @@ def window_kernel(
         o = from_read * from_start[:, None] + _dot(mix, v, False, EXACT, PRECISION)
         tl.store(o_ptr + token[:, None] * (heads * d_v) + i[None, :], o, mask=in_piece)
         if LONG or kind > 0:
-            q = _piece_slices(
-                q_ptr, q_token, tl.load(piece_ptr + 5 * p + 5, mask=p + 1 < pieces, other=0),
-                tl.load(piece_ptr + 5 * p + 6, mask=p + 1 < pieces, other=0), d_k, N, SLICES, L,
-            )  # fmt: skip
-            k = _piece_slices(k_ptr, k_token, first, stop, d_k, N, SLICES, L)
+            first_next = tl.load(piece_ptr + 5 * p + 5, mask=p + 1 < pieces, other=0)
+            stop_next = tl.load(piece_ptr + 5 * p + 6, mask=p + 1 < pieces, other=0)
             to_end = tl.load(to_end_ptr + at + t)
             gate = tl.load(from_start_ptr + at + L - 1)
             values = tl.trans(v)
             fold, running = (), ()
             for s in tl.static_range(SLICES):
-                delta = _dot(values, k[s].to(tl.float32) * to_end[:, None], EXACT, False, PRECISION)
+                k = _piece_slice(k_ptr, k_token, first, stop, s, d_k, N, L)
+                delta = _dot(values, k * to_end[:, None], EXACT, False, PRECISION)
                 fold += (gate * recurrence[s] + delta,)
                 if LONG:
                     running += (gate * read[s] + delta,)
             if LONG and kind == 0:
                 recurrence = fold
                 read = running
-                from_read = _read_product(read, q, SLICES, EXACT, PRECISION)
+                from_read = tl.zeros_like(from_read)
+                for s in tl.static_range(SLICES):
+                    q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
+                    from_read += _dot(q, tl.trans(read[s]), EXACT, False, PRECISION)
             else:
                 # A shared copy is what the fold was made from: its last token has read the fold already.
                 if READS_FOLD and not SHARED:
@@ -171,7 +174,8 @@ def window_kernel(
                         x = _cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST)
                     else:
                         x = _cast(source[s], s, largest_read, kind, seed, position, key | 1, document, part, d_k, READ_CAST)
-                    from_read += _dot(q[s].to(tl.float32), tl.trans(x), EXACT, False, PRECISION)
+                    q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
+                    from_read += _dot(q, tl.trans(x), EXACT, False, PRECISION)
                     inside = in_v[:, None] & (j + s * N < d_k)[None, :]
                     if slot >= 0:
                         tl.store(read_ptr + state + s * N, x, mask=inside)
@@ -273,24 +277,11 @@ def _load_rows(base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_
 
 
 @triton.jit
-def _piece_slices(x_ptr, stride, first, stop, d_k: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr):
-    """q or k of tokens [first, stop) as slices `[L, N]`, zero past the end."""
-    t, j = tl.arange(0, L), tl.arange(0, N)
-    token = (first + t).to(tl.int64)
-    x = ()
-    for s in tl.static_range(SLICES):
-        inside = (first + t < stop)[:, None] & (j + s * N < d_k)[None, :]
-        x += (tl.load(x_ptr + token[:, None] * stride + s * N + j[None, :], mask=inside, other=0.0),)
-    return x
-
-
-@triton.jit
-def _read_product(read, q, SLICES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """S_read q_i of the tokens of a piece, `[L, D_V]`."""
-    o = tl.zeros((q[0].shape[0], read[0].shape[0]), dtype=tl.float32)
-    for s in tl.static_range(SLICES):
-        o += _dot(q[s].to(tl.float32), tl.trans(read[s]), EXACT, False, PRECISION)
-    return o
+def _piece_slice(x_ptr, stride, first, stop, s, d_k: tl.constexpr, N: tl.constexpr, L: tl.constexpr):
+    """Slice s of q or k of tokens [first, stop), `[L, N]`, zero past the end."""
+    t, j = tl.arange(0, L), tl.arange(0, N) + s * N
+    inside = (first + t < stop)[:, None] & (j < d_k)[None, :]
+    return tl.load(x_ptr + (first + t).to(tl.int64)[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

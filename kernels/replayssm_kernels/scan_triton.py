@@ -3,11 +3,13 @@
 Arithmetic and rounding are those of `scan`; only the order of fp32 sums inside a product may differ.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from replayssm_emulation import Scheme
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
-from .rounding import cast_constants
+from .rounding import cast_constants, spans_head
 from .scan_kernels import prepare_kernel, token_kernel, window_kernel
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ def _inner(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a head of `[d_v, d_k]` is cut: programs of `height` rows, each of `slices` tiles `width` wide."""
+    """How a head of `[d_v, d_k]` is cut: `parts` programs of `height` rows, each of `slices` tiles `width` wide."""
 
     height: int
     width: int
@@ -83,18 +85,17 @@ class Tiles:
 
 
 def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
-    """Whole heads only where a scale spans them; otherwise small programs, which wait for each other least."""
-    casts = [cast for cast in rounded[:2] if cast[0]]
-    per_head = any(cast[11] or cast[6] == 3 for cast in casts)
-    width = max([16 if d_k <= 16 else 32, *(cast[7] for cast in casts)])
-    slices = -(-d_k // width)
+    """One program per head only where a scale spans it; otherwise small programs, which wait for each other least."""
+    per_head = any(spans_head(cast) for cast in rounded[:2])
+    block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
+    whole = max(block, triton.next_power_of_2(d_k))
     if per_head:
-        height = max(16, triton.next_power_of_2(d_v))
-        return Tiles(height, width, slices, 1, max(1, min(8, height * width * slices // 2048)))
+        height, width = max(16, triton.next_power_of_2(d_v)), max(block, min(whole, 32 if single else 64))
+        return Tiles(height, width, -(-d_k // width), 1, max(1, min(8, height * whole // 2048)))
     if single:
-        return Tiles(8, width, slices, -(-d_v // 8), 1, True)
-    height = 32 if d_v % 32 == 0 else 16
-    return Tiles(height, width, slices, -(-d_v // height), max(1, height * width * slices // 2048))
+        width = max(block, min(whole, 32))
+        return Tiles(8, width, -(-d_k // width), -(-d_v // 8), 1, True, 168)
+    return Tiles(16, whole, 1, -(-d_v // 16), 1)
 
 
 def _launches(
@@ -143,21 +144,43 @@ def _launches(
             full = q.float(), k.float()
             shape = (full[0].stride(0), full[0].stride(1), full[1].stride(0), full[1].stride(1), *shape[4:])
             VARIANTS.add(("token", found, d_v, d_k, v.dtype))
-            token_kernel[grid](*full, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
+            _start(token_kernel, grid, *full, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
             return
         VARIANTS.update({("prepare", d_k, q.dtype), ("window", found, d_v, d_k, v.dtype, long)})
         mix = torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device)
         from_start, to_end = (torch.empty(len(members), len(piece), heads, PIECE, device=device) for _ in range(2))
-        prepare_kernel[(len(members), len(piece), groups)](
-            q, k, beta, log_decay, mix, from_start, to_end, at, piece, *strides, tokens, heads, groups,
+        _start(
+            prepare_kernel, (len(members), len(piece), groups), q, k, beta, log_decay, mix, from_start, to_end, at, piece, *strides, tokens, heads, groups,
             d_k, max(16, triton.next_power_of_2(d_k)), PIECE, exact, precision, enable_fp_fusion=False,
         )  # fmt: skip
-        window_kernel[grid](
-            q, k, v, o, mix, from_start, to_end, *common, *shape, PIECE,
+        _start(
+            window_kernel, grid, q, k, v, o, mix, from_start, to_end, *common, *shape, PIECE,
             **casts, READS_FOLD=reads_fold, LONG=long, EXACT=exact, PRECISION=precision, **options,
         )  # fmt: skip
 
     return fold, [(b, partial(launch, found, members, b)) for found, members in alike.items() for b in [single and found[-1]]]
+
+
+_compile_only = False
+
+
+def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    if _compile_only:
+        kernel.warmup(*args, grid=grid, **kwargs)
+    else:
+        kernel[grid](*args, **kwargs)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Inside the block launches compute nothing: they compile what they would run, side by side on all processors."""
+    global _compile_only
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        _compile_only = True
+        try:
+            yield
+        finally:
+            _compile_only = False
 
 
 _STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
