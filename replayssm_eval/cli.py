@@ -220,6 +220,64 @@ def kl(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: replayssm-eval bench --scheme nvfp4/fp16@16 --scheme fp8@1 --json")
+def bench(
+    scheme: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Scheme to time; repeatable. Default: a selection, and all of it mixed.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="State layer: HEADSxD_VxD_K[xGROUPS]. Default: 128x64x128x8 on a GPU, 8x64x64x8 on a CPU.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per call. Default: 8192 on a GPU, 256 on a CPU.")] = None,
+    rows: Annotated[int, typer.Option(help="Batch rows that run together.")] = 9,
+    backend: Annotated[str, typer.Option(help="Of the state scan: auto, torch or triton.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Calls of which the median counts.")] = 5,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Time the kernels beside their floor and their peers, in one run on this machine."""
+    import datetime
+
+    from replayssm_emulation import parse_scheme
+
+    for text in scheme or []:
+        parse_scheme(text)
+    from . import bench as module
+
+    started = datetime.datetime.now(datetime.UTC)
+    result = module.run_bench(
+        scheme or module.DEFAULT_SCHEMES,
+        shape=shape,
+        tokens=tokens,
+        rows=rows,
+        backend=backend,
+        device=device,
+        repeats=repeats,
+        say=(lambda line: None) if quiet else (lambda line: print(f"timing {line}", file=sys.stderr)),
+    )
+    if as_json:
+        print(json.dumps(module.as_json(result, started), indent=1))
+        return
+    columns = ("kernel", "ms", "ms/row", "µs/token", "GB", "TFLOP", "floor ms", "bound by", "ratio")
+    table = []
+    for k in result["kernels"]:
+        times = (k["ms"], k["ms_per_row"], k["us_per_token"], k["bytes"] / 1e9, k["flops"] / 1e12, k["floor_ms"])
+        table.append((k["name"], *(f"{n:.3g}" for n in times), k["bound_by"], f"{k['ratio_to_floor']:.3g}"))
+    title = f"{result['shape']} (heads x d_v x d_k x groups), {result['tokens']} tokens, {result['rows']} rows, {result['dtype']}, {result['backend']} scan, {result['device']}"
+    _listing(title, columns, table, False)
+    peers = []
+    for p in result["peers"]:
+        measured = (f"{p['ms']:.3g}", f"{p['us_per_token']:.3g}") if "ms" in p else ("", p["error"])
+        peers.append((p["name"], p.get("rows", ""), p.get("tokens", ""), *measured))
+    _listing("Peers in the same run", ("peer", "rows", "tokens", "ms", "µs/token"), peers, False)
+    rates = result["ceilings"]
+    parts = [f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s", f"TF32 {rates['tf32_flops_per_s'] / 1e12:.3g} TFLOP/s"]
+    parts += [f"bf16 {rates['bf16_flops_per_s'] / 1e12:.3g} TFLOP/s"] if rates["bf16_flops_per_s"] else []
+    parts += [f"{rates['instructions_per_s'] / 1e12:.3g} T instructions/s (from the card's clock)"] if rates["instructions_per_s"] else []
+    print("measured here: " + ", ".join(parts))
+
+
 def _print_kl(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
