@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Row, compile_only, compiled_kernels
+from replayssm_kernels import Row, compiled_kernels
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -30,7 +30,6 @@ from .session import Session, attach, hidden_states, layer_devices
 
 DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")
 OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html")
-_WARM_UP_TOKENS = 64  # at least one window of every usual length
 _MOST_NEGATIVE_KL = -1e-6  # below this a KL is wrong, not rounded
 
 
@@ -188,10 +187,11 @@ class _Run:
         """Read what is not read yet; returns "complete", or "interrupted" after at least one chunk."""
         prompt = self.options.prompt_tokens
         try:
-            options, schemes = self.options, [r.scheme for r in self.rows]
+            options, schemes, began = self.options, [r.scheme for r in self.rows], time.monotonic()
             with attach(self.loaded.model, schemes, follow_hf_clamp=options.follow_hf_clamp, backend=options.backend) as session:
                 self.backend = session.backend
-                self._warm_up(session)
+                if self.backend == "triton":
+                    self.timing = {"compiled_kernels": compiled_kernels(), "start_up_s": round(time.monotonic() - began, 2)}
                 began = time.monotonic()
                 for document in range(len(self.books)):
                     if document == len(self.series):
@@ -205,20 +205,6 @@ class _Run:
                 raise
             return "interrupted"
         return "complete"
-
-    def _warm_up(self, session: Session) -> None:
-        """Compile what the run will need before the first chunk is timed; a handful of tokens per row, thrown away."""
-        if session.backend != "triton":
-            return
-        began, model = time.monotonic(), self.loaded.model
-        batch = self.ids[0][:_WARM_UP_TOKENS].to(model.device).expand(len(self.rows), -1)
-        with torch.inference_mode():
-            if model.device.type == "cuda":  # the interpreter has nothing to compile
-                with compile_only():
-                    hidden_states(model, batch, DynamicCache(config=model.config), 0)
-            hidden = hidden_states(model, batch, DynamicCache(config=model.config), 0)
-            compare_hidden(hidden, model.get_output_embeddings(), torch.full((batch.shape[1],), -1), session.backend)
-        self.timing = {"compiled_kernels": compiled_kernels(), "warm_up_s": round(time.monotonic() - began, 2)}
 
     def _read_book(self, session: Session, document: int) -> None:
         """Go on with one book, chunk by chunk, from where its series ends."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Carry, Group, Row, choose_backend, replay_scan
+from replayssm_kernels import Carry, Group, Row, choose_backend, compile_only, replay_scan
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -39,6 +39,7 @@ class Session:
         self._scanned: list[int] = []
         self._finite: dict[int, Tensor] = {}
         self._inputs: dict[int, dict[str, Any]] = {}
+        self._rehearsing = False
 
     @property
     def mixer(self) -> Any:
@@ -97,7 +98,10 @@ class Session:
         }
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, log_decay)):
             raise UsageError("schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()")
+        before = carry
         o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, backend=self.backend)
+        if self._rehearsing and before is None:
+            self._compare_scans(o, replay_scan(q, k, v, beta, log_decay, self.rows, None, layer=layer)[0])
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
         if held != {torch.float32}:
             raise RunError(f"layer {layer}: the emulated state is held in {held}, not float32: the reference would be rounded too")
@@ -106,6 +110,23 @@ class Session:
         self._finite[layer] = torch.isfinite(o).flatten(1).all(1)
         token = torch.tensor([self._serials[layer], carry.position], dtype=torch.float32, device=v.device)
         return o, token.expand(len(self.rows), 2).clone()
+
+    def _compare_scans(self, o: Tensor, expected: Tensor) -> None:
+        """Raises RunError where the Triton scan is not the torch scan.
+
+        Both round the same folds with the same noise. Their sums differ by fp32 roundoff, which may tip a state element over
+        a rounding boundary and change the outputs that read it: at most a quarter of a lossy row, none of an exact one. A
+        wrong kernel is wrong nearly everywhere.
+        """
+        for row, (a, b) in enumerate(zip(o, expected, strict=True)):
+            scheme = self.rows[row].scheme
+            off = (~((a - b).abs() <= 1e-4 * b.abs().max())).float().mean().item()
+            lossy = any(copy is not None and copy.lossy for copy in (scheme.recurrence, scheme.read))
+            if off > (0.25 if lossy else 0):
+                raise RunError(
+                    f"start-up check: state layer {self._layer}, {scheme}: {off:.1%} of the Triton scan's outputs differ from the torch "
+                    "scan's; use --backend torch and report this"
+                )
 
     def first_nonfinite_layer(self, row: int) -> int | None:
         """The lowest state layer whose last output was not finite in `row`."""
@@ -226,7 +247,8 @@ def attach(
     as the HF cache it is given. seed, document, prompt: applied to schemes that are not `Row`s already.
     follow_hf_clamp: clamp Mamba-2's Δ as the many-token path of transformers does (decoding does not clamp).
     backend: of the scan, see `replayssm_kernels.choose_backend`.
-    probe: first check that one pass, two chunks and single tokens agree, and that the unpatched model does too.
+    probe: first check that one pass, two chunks and single tokens agree, and that the unpatched model does too; with the
+    Triton scan also compile it for these rows, and check it against the torch scan.
     Everything is put back on exit, also after an error.
     Raises UsageError for a model that cannot be emulated, RunError when the probe or a hook fails.
     """
@@ -259,6 +281,9 @@ def attach(
         if unpatched is not None:
             _probe(model, session, unpatched)
             session.start(rows)
+            if session.backend == "triton":
+                _rehearse(model, session)
+                session.start(rows)
         yield session
 
 
@@ -317,13 +342,14 @@ def _probe(model: Any, session: Session, unpatched: Tensor) -> None:
     """One pass = two chunks = single tokens = the unpatched model, for one fp32 row of a few dozen tokens.
 
     A restarted or skipped state is wrong by the size of the logits themselves. Honest rounding is far smaller: errors of
-    one unit roundoff u per operation add up like a random walk over ~10 operations a layer, and the limit is 64 times
-    that (at most a quarter).
+    one unit roundoff u per operation add up like a random walk over ~10 operations a layer, and the limit is 4 times that
+    in 16 bits, where 64 times, as in fp32, would let a wrong state pass.
     """
     ids = _probe_ids(model)
     head = model.get_output_embeddings()
     roundoff = torch.finfo(head.weight.dtype).eps / 2
-    limit = min(0.25, 64 * roundoff * (10 * model.config.get_text_config().num_hidden_layers) ** 0.5)
+    walk = roundoff * (10 * model.config.get_text_config().num_hidden_layers) ** 0.5
+    limit = min(0.25, (64 if head.weight.dtype == torch.float32 else 4) * walk)
 
     def logits(pieces: Sequence[int]) -> Tensor:
         session.start(as_rows(["fp32"]))
@@ -346,3 +372,22 @@ def _probe(model: Any, session: Session, unpatched: Tensor) -> None:
                 f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); transformers "
                 f"{transformers.__version__} does not compute this model's state as emulated here"
             )
+
+
+@torch.inference_mode()
+def _rehearse(model: Any, session: Session) -> None:
+    """All rows read a few dozen tokens: kernels are compiled, and compared with the torch scan in every layer."""
+    ids = _probe_ids(model).expand(len(session.rows), -1)
+
+    def read() -> None:
+        hidden_states(model, ids, DynamicCache(config=model.config), 0)
+
+    if model.device.type == "cuda":  # the interpreter has nothing to compile
+        with compile_only():
+            read()
+        session.start(session.rows)
+    session._rehearsing = True
+    try:
+        read()
+    finally:
+        session._rehearsing = False

@@ -149,6 +149,17 @@ def test_the_scan_equals_the_torch_scan(prompt) -> None:
     assert_same_run(inputs(len(SCHEMES)), [Row(parse_scheme(s), seed=4, document=2, prompt=prompt) for s in SCHEMES])
 
 
+def test_inputs_may_be_views_of_any_layout() -> None:
+    """As a convolution leaves them: channels before tokens, all in one tensor."""
+    x = inputs(2)
+    together = torch.cat([a.flatten(2) for a in x[:3]], dim=2).transpose(1, 2).contiguous().transpose(1, 2)
+    views = [a.unflatten(2, b.shape[2:]) for a, b in zip(together.split([b[0, 0].numel() for b in x[:3]], dim=2), x[:3], strict=True)]
+    rows = [Row(parse_scheme(s), seed=4) for s in ("fp32", "nvfp4/fp16@16")]
+    o, _ = run(x, rows, "triton")
+    viewed, _ = run((*views, *x[3:]), rows, "triton")
+    assert torch.equal(o, viewed)
+
+
 def test_single_tokens_and_groups() -> None:
     rows = [Row(parse_scheme(s), seed=4) for s in ("fp32@1", "fp8@1", "nvfp4/fp16-rn@1")]
     assert_same_run(tuple(a[:, :TOKENS] for a in inputs(3, heads=4, groups=2, d_k=20, d_v=18)), rows)

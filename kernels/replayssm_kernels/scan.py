@@ -132,7 +132,7 @@ def replay_scan(
     if carry is None:
         carry = _first_carry(rows, v, k, heads, d_v, d_k)
     start, stop = carry.position, carry.position + tokens
-    o = torch.full_like(v, torch.nan, dtype=torch.float32)  # poison: every element must be written
+    o = torch.full(v.shape, torch.nan, device=v.device)  # poison: every element must be written
     if backend == "triton":
         from .scan_triton import scan_groups
 

@@ -116,6 +116,7 @@ def _launches(
     groups, d_k = k.shape[2:]
     device = v.device
     exact = all(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
+    assert o.is_contiguous()
     piece, long = _pieces(first, cuts, first + tokens, device)
     single = len(piece) == tokens and len(cuts) == tokens and all(rounded for _, rounded in cuts)
     alike: dict[tuple, list[int]] = {}
@@ -223,7 +224,7 @@ def scan_groups(
         if pending:
             records = (q.new_zeros(len(index), pending, *q.shape[2:]), *group.records)
             inputs = tuple(torch.cat([old, x[index].to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True))
-            index, target = list(range(len(index))), torch.full_like(inputs[2], torch.nan, dtype=torch.float32)
+            index, target = list(range(len(index))), torch.full(inputs[2].shape, torch.nan, device=o.device)
         fold, work = _launches(inputs, target, group, members, index, first, cuts, layer)
         launches += work
         finish.append((group, members, inputs, index, target, fold, cuts, pending, stop - (cuts[-1][0] + 1 if cuts else first)))
