@@ -64,7 +64,7 @@ def compile_scan(name: str, d_v: int, d_k: int, arch: int):
         constexprs={(names.index(k),): v for k, v in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "enable_fp_fusion": False}
+    options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -53,7 +53,7 @@ def prepare_kernel(
     """Grid (members, pieces, groups). mix `[members, P, H, L (i), L (j)]`, from_start and to_end `[members, P, H, L]`."""
     member, piece, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
-    first, stop = tl.load(piece_ptr + 5 * piece), tl.load(piece_ptr + 5 * piece + 1)
+    first, stop = tl.load(piece_ptr + 6 * piece), tl.load(piece_ptr + 6 * piece + 1)
     j, t = tl.arange(0, D_K), tl.arange(0, L)
     live = first + t < stop
     token = (first + t).to(tl.int64)
@@ -85,10 +85,12 @@ def window_kernel(
 ):  # fmt: skip
     """Grid (heads, members, parts of d_v).
 
-    piece `[P, 5]`: first token, end, kind (0 the window goes on, 1 unrounded fold, 2 rounded fold), position of the fold,
-    slot: where the fold and the copies made from it are kept, -1 for nowhere. (That the slot is loaded also keeps the
-    compiler from holding those addresses in registers all the way.) LONG: some window has several pieces. The rest as in
-    `_launches`.
+    piece `[P, 6]`: first token, end, kind (0 the window goes on, 1 unrounded fold, 2 rounded fold), position of the fold,
+    slot: where the fold and the copies made from it are kept, -1 for nowhere, origin: 0. LONG: some window has several
+    pieces. The rest as in `scan_triton._launches`.
+
+    Slot and origin are numbers that the compiler cannot know: otherwise it computes the addresses of the copies, and the
+    first rounds of Philox, once for all pieces and holds them in registers, of which there are too few.
 
     A state is a tuple of SLICES tiles `[D_V, N]` along d_k: what one cast needs is then alive for one slice at a time. The
     read copy is needed once, by the product with the next piece's q: that is formed as soon as the copy is, so that (but in
@@ -114,13 +116,14 @@ def window_kernel(
         inside = in_v[:, None] & (j + s * N < d_k)[None, :]
         recurrence += (tl.load(recurrence_ptr + state + s * N, mask=inside, other=0.0),)
         read += (tl.load(read_ptr + state + s * N, mask=inside, other=0.0),)
+    # The row of the next piece is loaded a piece ahead: what a piece loads waits for no table.
+    first, stop, kind, position, slot, origin = _table(piece_ptr, 0, pieces)
     from_read = tl.zeros((L, D_V), dtype=tl.float32)
     for s in tl.static_range(SLICES):
-        q = _piece_slice(q_ptr, q_token, tl.load(piece_ptr), tl.load(piece_ptr + 1), s, d_k, N, L)
+        q = _piece_slice(q_ptr, q_token, first, stop, s, d_k, N, L)
         from_read += _dot(q, tl.trans(read[s]), EXACT, False, PRECISION)
     for p in range(pieces):
-        first, stop = tl.load(piece_ptr + 5 * p), tl.load(piece_ptr + 5 * p + 1)
-        kind, position = tl.load(piece_ptr + 5 * p + 2), tl.load(piece_ptr + 5 * p + 3)
+        first_next, stop_next, kind_next, position_next, slot_next, origin_next = _table(piece_ptr, p + 1, pieces)
         live = first + t < stop
         token = (first + t).to(tl.int64)
         at = ((member * pieces + p).to(tl.int64) * heads + head) * L
@@ -131,8 +134,6 @@ def window_kernel(
         o = from_read * from_start[:, None] + _dot(mix, v, False, EXACT, PRECISION)
         tl.store(o_ptr + token[:, None] * (heads * d_v) + i[None, :], o, mask=in_piece)
         if LONG or kind > 0:
-            first_next = tl.load(piece_ptr + 5 * p + 5, mask=p + 1 < pieces, other=0)
-            stop_next = tl.load(piece_ptr + 5 * p + 6, mask=p + 1 < pieces, other=0)
             to_end = tl.load(to_end_ptr + at + t)
             gate = tl.load(from_start_ptr + at + L - 1)
             values = tl.trans(v)
@@ -155,7 +156,6 @@ def window_kernel(
                 if READS_FOLD and not SHARED:
                     last = (stop - 1).to(tl.int64)
                     _store_readout(fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v, d_k, N, SLICES)
-                slot = tl.load(piece_ptr + 5 * p + 4)
                 state = _state(slot, place, heads, head, i, d_v, d_k, N)
                 if slot >= 0:
                     _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
@@ -164,16 +164,18 @@ def window_kernel(
                     source = ()
                     largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
                     for s in tl.static_range(SLICES):
-                        source += (_cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST),)
+                        source += (
+                            _cast(fold[s], s, largest, kind, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST),
+                        )
                 largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
                 largest_read = _largest(source, kind, READ_CAST, SLICES)
                 recurrence, copy = (), ()
                 from_read = tl.zeros_like(from_read)
                 for s in tl.static_range(SLICES):
                     if SHARED:
-                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST)
+                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST)
                     else:
-                        x = _cast(source[s], s, largest_read, kind, seed, position, key | 1, document, part, d_k, READ_CAST)
+                        x = _cast(source[s], s, largest_read, kind, seed, position, key | 1, document, part * D_V + origin, d_k, READ_CAST)
                     q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
                     from_read += _dot(q, tl.trans(x), EXACT, False, PRECISION)
                     inside = in_v[:, None] & (j + s * N < d_k)[None, :]
@@ -184,12 +186,28 @@ def window_kernel(
                     if CHAINED:
                         x = source[s]
                     elif not SHARED:
-                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part, d_k, RECURRENCE_CAST)
+                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST)
                     recurrence += (x,)
                     if slot >= 0:
                         tl.store(recurrence_ptr + state + s * N, x, mask=inside)
                 if LONG:
                     read = copy
+        first, stop, kind, position, slot, origin = first_next, stop_next, kind_next, position_next, slot_next, origin_next
+
+
+@triton.jit
+def _table(piece_ptr, p, pieces):
+    """Row p of the table of pieces, of no tokens past its end."""
+    row = piece_ptr + 6 * p
+    there = p < pieces
+    return (
+        tl.load(row, mask=there, other=0),
+        tl.load(row + 1, mask=there, other=0),
+        tl.load(row + 2, mask=there, other=0),
+        tl.load(row + 3, mask=there, other=0),
+        tl.load(row + 4, mask=there, other=-1),
+        tl.load(row + 5, mask=there, other=0),
+    )
 
 
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
@@ -223,11 +241,15 @@ def token_kernel(
         recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN),)
     beta_ptr += row * tokens * heads + head
     decay_ptr += row * tokens * heads + head
+    _, _, _, position, slot, origin = _table(piece_ptr, 0, pieces)
+    decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr + i, mask=in_v, other=0.0)
     for p in range(pieces):
-        token, position = tl.load(piece_ptr + 5 * p).to(tl.int64), tl.load(piece_ptr + 5 * p + 3)
-        slot = tl.load(piece_ptr + 5 * p + 4)
-        gate = tl.exp(tl.load(decay_ptr + token * heads))
-        u = tl.load(beta_ptr + token * heads) * tl.load(v_ptr + token * v_token + i, mask=in_v, other=0.0).to(tl.float32)
+        # What is small is loaded a token ahead.
+        _, _, _, position_next, slot_next, origin_next = _table(piece_ptr, p + 1, pieces)
+        token, following = (0 * pieces + p).to(tl.int64), tl.minimum(p + 1, pieces - 1).to(tl.int64)
+        gate, u = tl.exp(decay), beta * v.to(tl.float32)
+        decay, beta = tl.load(decay_ptr + following * heads), tl.load(beta_ptr + following * heads)
+        v = tl.load(v_ptr + following * v_token + i, mask=in_v, other=0.0)
         fold, terms = (), tl.zeros_like(recurrence[0])
         for s in tl.static_range(SLICES):
             k = _load_rows(k_ptr + token * k_token, 0, i, in_v, s, d_k, N, BY_COLUMN).to(tl.float32)
@@ -248,18 +270,21 @@ def token_kernel(
             largest = tl.where(o == o, largest, float("inf"))
             if ordinary(largest, tl.min(smallest, axis=1), RECURRENCE_CAST):
                 bits = largest.to(tl.int32, bitcast=True)
-                recurrence = _cast_slices(fold, bits, True, seed, position, key, document, part, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+                recurrence = _cast_slices(
+                    fold, bits, True, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
+                )
             else:
-                recurrence = _cast_token(fold, seed, position, key, document, part, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+                recurrence = _cast_token(fold, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
         else:
-            recurrence = _cast_token(fold, seed, position, key, document, part, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+            recurrence = _cast_token(fold, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
         if slot >= 0:
             at = _state(slot, place, heads, head, i, d_v, d_k, N)
             _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
             if not SHARED:
                 source = recurrence if CHAINED else fold
-                recurrence = _cast_token(source, seed, position, key | 1, document, part, d_k, READ_CAST, SLICES, BY_COLUMN)
+                recurrence = _cast_token(source, seed, position, key | 1, document, part * D_V + origin, d_k, READ_CAST, SLICES, BY_COLUMN)
             _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
+        position, slot, origin = position_next, slot_next, origin_next
 
 
 @triton.jit
@@ -320,47 +345,47 @@ def _largest(x, kind, CAST: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _cast(x, s, largest, kind, seed, position, key, document, part, d_k: tl.constexpr, CAST: tl.constexpr):
+def _cast(x, s, largest, kind, seed, position, key, document, origin, d_k: tl.constexpr, CAST: tl.constexpr):
     """Slice s of a copy as it reads back; kind 1 keeps it as it is. A branch for each slice keeps the compiler from working
     on all slices at once, for which there are no registers."""
     if CAST[0]:
         if kind == 2:
-            noise = _noise(seed, position, key, document, part, s, d_k, x.shape[0], x.shape[1], CAST, False)
+            noise = _noise(seed, position, key, document, origin, s, d_k, x.shape[0], x.shape[1], CAST, False)
             x = cast_slice(x, noise, largest, False, CAST)
     return x
 
 
 @triton.jit
 def _noise(
-    seed, position, key, document, part, s,
+    seed, position, key, document, origin, s,
     d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, CAST: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Noise of slice s, which a cast to nearest does not draw."""
     if CAST[12] == 0:
         noise = tl.zeros((D_V, N), dtype=tl.uint32)
     else:
-        noise = slice_noise(seed, position, key, document, (d_k + 3) // 4, part * D_V, s * N, D_V, N, BY_COLUMN)
+        noise = slice_noise(seed, position, key, document, (d_k + 3) // 4, origin, s * N, D_V, N, BY_COLUMN)
     return noise
 
 
 @triton.jit
 def _cast_token(
-    x, seed, position, key, document, part, d_k: tl.constexpr, CAST: tl.constexpr, SLICES: tl.constexpr, BY_COLUMN: tl.constexpr
+    x, seed, position, key, document, origin, d_k: tl.constexpr, CAST: tl.constexpr, SLICES: tl.constexpr, BY_COLUMN: tl.constexpr
 ):
     """A copy as it reads back."""
     if CAST[0]:
         largest = _largest(x, 2, CAST, SLICES)
-        x = _cast_slices(x, largest, False, seed, position, key, document, part, d_k, CAST, SLICES, BY_COLUMN)
+        x = _cast_slices(x, largest, False, seed, position, key, document, origin, d_k, CAST, SLICES, BY_COLUMN)
     return x
 
 
 @triton.jit
 def _cast_slices(
-    x, largest, SHORT: tl.constexpr, seed, position, key, document, part,
+    x, largest, SHORT: tl.constexpr, seed, position, key, document, origin,
     d_k: tl.constexpr, CAST: tl.constexpr, SLICES: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     stored = ()
     for s in tl.static_range(SLICES):
-        noise = _noise(seed, position, key, document, part, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN)
+        noise = _noise(seed, position, key, document, origin, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN)
         stored += (cast_slice(x[s], noise, largest, SHORT, CAST),)
     return stored

@@ -47,16 +47,16 @@ def _pieces(first: int, cuts: tuple[tuple[int, bool], ...], stop: int, device: t
 
     What the last fold leaves is kept.
     """
-    table: list[tuple[int, int, int, int, int]] = []
+    table: list[tuple[int, int, int, int, int, int]] = []
     start, long = first, False
     for position, rounded in cuts:
         edges = [*range(start, position + 1, PIECE), position + 1]
         long |= len(edges) > 2
-        table += [(a - first, b - first, 0, 0, -1) for a, b in pairwise(edges)]
-        table[-1] = (*table[-1][:2], 2 if rounded else 1, position, 0 if position == cuts[-1][0] else -1)
+        table += [(a - first, b - first, 0, 0, -1, 0) for a, b in pairwise(edges)]
+        table[-1] = (*table[-1][:2], 2 if rounded else 1, position, 0 if position == cuts[-1][0] else -1, 0)
         start = position + 1
     edges = [*range(start, stop, PIECE), stop]
-    table += [(a - first, b - first, 0, 0, -1) for a, b in pairwise(edges)]
+    table += [(a - first, b - first, 0, 0, -1, 0) for a, b in pairwise(edges)]
     return torch.tensor(table, dtype=torch.int32, device=device), long or len(edges) > 2
 
 
@@ -90,11 +90,14 @@ def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
     block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
     whole = max(block, triton.next_power_of_2(d_k))
     if per_head:
-        height, width = max(16, triton.next_power_of_2(d_v)), max(block, min(whole, 32 if single else 64))
+        height, width = max(16, triton.next_power_of_2(d_v)), max(block, min(whole, 32))
         return Tiles(height, width, -(-d_k // width), 1, max(1, min(8, height * whole // 2048)))
     if single:
         width = max(block, min(whole, 32))
-        return Tiles(8, width, -(-d_k // width), -(-d_v // 8), 1, True, 168)
+        return Tiles(8, width, -(-d_k // width), -(-d_v // 8), 1, True)
+    if any(cast[0] and cast[12] for cast in rounded[:2]):  # noise needs registers, narrow tiles fewer of them at a time
+        width = max(block, min(whole, 32))
+        return Tiles(16, width, -(-d_k // width), -(-d_v // 16), 1, False, 168)
     return Tiles(16, whole, 1, -(-d_v // 16), 1)
 
 
@@ -139,7 +142,7 @@ def _launches(
         common = (group.recurrence, group.read, fold, at, place, seed, document, piece, len(piece))
         shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
-        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "enable_fp_fusion": False}
+        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
         if by_token:
             # q and k are read for every part of d_v: converting them here spares the kernel a sixteenth of its work.
             full = q.float(), k.float()
