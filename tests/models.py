@@ -21,6 +21,17 @@ def nemotron_h(pattern: str = "M-M*", dtype: torch.dtype = torch.float32) -> Nem
 
 
 @cache
+def tiny_nemotron_h() -> NemotronHForCausalLM:
+    """Small enough for kernels in the interpreter: state layers 0 and 1, heads of 10 x 12."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        vocab_size=VOCAB, hidden_size=16, hybrid_override_pattern="MM*", intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=10, ssm_state_size=12, n_groups=1, chunk_size=32,
+    )  # fmt: skip
+    return strong_states(NemotronHForCausalLM(config).eval())
+
+
+@cache
 def mamba2(layers: int = 3) -> Mamba2ForCausalLM:
     torch.manual_seed(0)
     config = Mamba2Config(

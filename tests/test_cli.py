@@ -54,6 +54,35 @@ def test_listings(main, command) -> None:
     assert expected in names
 
 
+def test_bench_prints_a_table_or_json(main) -> None:
+    args = (
+        "bench",
+        "--shape",
+        "2x16x32",
+        "--tokens",
+        16,
+        "--rows",
+        1,
+        "--repeats",
+        1,
+        "--scheme",
+        "nvfp4@16",
+        "--device",
+        "cpu",
+        "--quiet",
+    )
+    code, text, _ = main(*args)
+    assert code == 0
+    assert "scan nvfp4@16" in text
+    assert "transformers mamba2_chunk_scan" in text
+    code, raw, _ = main(*args, "--json")
+    assert code == 0
+    assert json.loads(raw)["provenance"]["command"].startswith("replayssm-eval bench")
+    code, _, err = main("bench", "--scheme", "nvfp5@16")
+    assert code == 2
+    assert "nvfp5" in err
+
+
 def test_kl_json_is_what_is_written(tmp_path) -> None:
     args = ["kl", "--scheme", "nvfp4@16", "--tokens", "64", "--output", str(tmp_path / "out"), "--json"]
     code, out, err = run(*args)

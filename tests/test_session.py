@@ -1,10 +1,11 @@
 """Schemes inside Hugging Face models: equal to the unpatched model in fp32, loud when anything is bypassed, gone on exit."""
 
 import importlib
+from copy import deepcopy
 
 import pytest
 import torch
-from models import mamba1, mamba2, nemotron_h, token_ids
+from models import mamba1, mamba2, nemotron_h, tiny_nemotron_h, token_ids
 from replayssm_emulation import RunError, UsageError, parse_scheme
 from replayssm_kernels import Row
 from transformers import DynamicCache
@@ -19,6 +20,7 @@ MODELS = {
     "NemotronH-MM": lambda: nemotron_h("MM"),
     "Mamba2": mamba2,
 }
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where Triton kernels run, or are interpreted
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
@@ -323,6 +325,42 @@ def test_the_probe_compares_with_the_unpatched_model(model, fault, monkeypatch) 
 
     monkeypatch.setattr(Session, "scan", wrong)
     with pytest.raises(RunError, match="one pass and the unpatched model differ"), attach(model, ["fp32"]):
+        pass
+
+
+def test_the_triton_scan_serves_a_model(no_grad) -> None:
+    """The start-up check has both scans read the same text; the rows then drift as with the torch scan."""
+    model = deepcopy(tiny_nemotron_h()).to(DEVICE)
+    ids = token_ids(40).expand(3, -1).to(DEVICE)
+    schemes = ["fp32", "fp32", "nvfp4/fp16@16"]
+    with attach(model, schemes, backend="torch") as session:
+        expected = logits(model, ids)
+    with attach(model, schemes, backend="triton") as session:
+        assert session.backend == "triton"
+        got = logits(model, ids)
+        session.check_rounding([2, 2, 2])
+    assert torch.equal(got[0], got[1])
+    assert (got[0] - expected[0]).abs().max() <= 1e-5 * expected[0].abs().max()
+    drift, reference = (got[2] - got[0]).norm(), (expected[2] - expected[0]).norm()
+    assert drift.item() == pytest.approx(reference.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_triton_scan_that_computes_something_else_is_refused(layer, monkeypatch) -> None:
+    from replayssm_kernels import scan_triton
+
+    original = scan_triton.scan_groups
+
+    def wrong(q, k, v, beta, log_decay, o, groups, rows, start, at):
+        original(q, k, v, beta, log_decay, o, groups, rows, start, at)
+        if at == layer and rows[-1].scheme.recurrence.lossy:  # rows of the run, not of the probe
+            o[-1] *= 1.01
+
+    monkeypatch.setattr(scan_triton, "scan_groups", wrong)
+    with (
+        pytest.raises(RunError, match=f"state layer {layer}, nvfp4/fp16@16: .*% of the Triton scan's outputs differ"),
+        attach(deepcopy(tiny_nemotron_h()).to(DEVICE), ["fp32", "nvfp4/fp16@16"], backend="triton"),
+    ):
         pass
 
 

@@ -34,7 +34,7 @@ def patches(session):
         step = step_size(dt, dt_bias, dt_softplus)
         y, state = session.scan(C, B, hidden_states, step, step * A.float(), initial_states)
         if D is not None:
-            y = y + D.float()[..., None] * hidden_states.float()
+            y.addcmul_(D.float()[..., None], hidden_states)  # in place: y is the largest tensor of a pass
         return (y, state) if return_final_states else y
 
     def mamba2_selective_state_update(state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **kwargs):
