@@ -158,6 +158,7 @@ def kl(
         bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")
     ] = False,
     backend: Annotated[str, typer.Option(help="Of the state scan: auto, torch or triton.")] = "auto",
+    engine: Annotated[str, typer.Option(help="scan: a chunk at a time; decode: token by token, slowly, as generation does.")] = "scan",
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/kl-MODEL-TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
     resume: Annotated[
@@ -196,6 +197,7 @@ def kl(
         trust_remote_code=trust_remote_code,
         follow_hf_clamp=follow_hf_clamp,
         backend=backend,
+        engine=engine,
         random_weights=random_weights,
     )
     try:

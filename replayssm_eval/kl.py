@@ -26,8 +26,9 @@ from .models import Loaded, load, weights_digest
 from .per_token import RowInfo, Series, parquet, stack
 from .progress import Progress, Report, silent
 from .results import SCHEMA_KL, check_output, code_digest, default_output, jsonable, provenance, write_atomic, write_json
-from .session import Session, attach, hidden_states, layer_devices
+from .session import Session, attach, hidden_states, hidden_states_by_token, layer_devices
 
+ENGINES = ("scan", "decode")
 DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")
 OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html")
 _MOST_NEGATIVE_KL = -1e-6  # below this a KL is wrong, not rounded
@@ -54,6 +55,7 @@ class KlOptions:
     trust_remote_code: bool = False
     follow_hf_clamp: bool = False
     backend: str = "auto"
+    engine: str = "scan"
     random_weights: bool = False
 
     def parsed(self) -> list[Scheme]:
@@ -63,6 +65,8 @@ class KlOptions:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
         if self.prompt_tokens >= self.tokens:
             raise UsageError(f"--prompt-tokens {self.prompt_tokens} leaves nothing to decode of --tokens {self.tokens}")
+        if self.engine not in ENGINES:
+            raise UsageError(f"unknown engine {self.engine!r}: use {' or '.join(ENGINES)}")
         for name in ("schemes", "books"):
             if isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} is a string ({getattr(self, name)!r}): pass a list")
@@ -174,7 +178,19 @@ class _Run:
         rows = [(str(r.scheme), r.seed) for r in self.rows]
         versions = [torch.__version__, transformers.__version__, code_digest()]
         weights = weights_digest(self.loaded.model)
-        what = [self.loaded.info, weights, o.tokens, o.prompt_tokens, o.chunk_size, o.follow_hf_clamp, o.backend, rows, text, versions]
+        what = [
+            self.loaded.info,
+            weights,
+            o.tokens,
+            o.prompt_tokens,
+            o.chunk_size,
+            o.follow_hf_clamp,
+            o.backend,
+            o.engine,
+            rows,
+            text,
+            versions,
+        ]
         return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
     def clear(self) -> None:
@@ -216,12 +232,13 @@ class _Run:
         targets = torch.full((tokens,), -1)
         targets[: len(ids) - 1] = ids[1 : tokens + 1]
         head = model.get_output_embeddings()
+        read = hidden_states if self.options.engine == "scan" else hidden_states_by_token
         due = [_flushes(r, prompt, 0, series.tokens) for r in self.rows]
         with torch.inference_mode(), torch.backends.cudnn.flags(allow_tf32=False):
             for position in range(series.tokens, tokens, self.options.chunk_size):
                 stop = min(position + self.options.chunk_size, tokens)
                 batch = ids[position:stop].to(model.device).expand(len(self.rows), -1)
-                hidden = hidden_states(model, batch, cache, position)
+                hidden = read(model, batch, cache, position)
                 metrics = compare_hidden(hidden, head, targets[position:stop], session.backend)
                 if session.tokens != stop:
                     raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")

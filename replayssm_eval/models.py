@@ -91,6 +91,12 @@ def weights_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
+def location_of(name: str) -> str:
+    """Folder or hub id of a registry name; other names are their own location."""
+    entry = REGISTRY.get(name)
+    return name if entry is None else str(_ASSETS / entry.location) if entry.testbed else entry.location
+
+
 def load(
     name: str,
     *,
@@ -116,7 +122,7 @@ def load(
     from .hub import hub_reachable
 
     entry = REGISTRY.get(name)
-    location = str(_ASSETS / entry.location) if entry and entry.testbed else entry.location if entry else name
+    location = location_of(name)
     check_dtype(dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -326,6 +326,11 @@ def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
     return inner(input_ids=ids, **kwargs).last_hidden_state
 
 
+def hidden_states_by_token(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
+    """`hidden_states` as decoding computes them: one token after the other, through the one-token path of the model."""
+    return torch.cat([hidden_states(model, ids[:, t : t + 1], cache, position + t) for t in range(ids.shape[1])], dim=1)
+
+
 def _probe_ids(model: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     vocab = model.get_output_embeddings().weight.shape[0]

@@ -28,6 +28,7 @@ _POINTERS = {
     "v_ptr": "*bf16",
     "row_ptr": "*i32",
     "place_ptr": "*i32",
+    "padding_ptr": "*i32",
     "piece_ptr": "*i32",
     "seed_ptr": "*i64",
     "document_ptr": "*i64",

@@ -88,6 +88,20 @@ def test_the_json_agrees_with_the_per_token_file(run) -> None:
         assert series[16:].max() > 1e-4
 
 
+def test_decoding_token_by_token_gives_the_same_curve(testbed, tmp_path) -> None:
+    """The same noise in both engines. fp32 roundoff tips single elements: tokens may differ, the mean hardly."""
+    schemes = ["nvfp4@16", "fp8@5", "nvfp4/fp16@16"]
+    scan, decode = (
+        run_kl(schemes=schemes, tokens=160, prompt_tokens=20, chunk_size=64, engine=engine, output=tmp_path / engine, loaded=testbed)
+        for engine in ("scan", "decode")
+    )
+    assert decode["options"]["engine"] == "decode"
+    assert decode["control"]["kl_max"] == 0.0
+    for one, other in zip(scan["rows"][2:], decode["rows"][2:], strict=True):
+        assert one["flushes"] == other["flushes"] > 0
+        assert one["kl"] == pytest.approx(other["kl"], rel=0.02), one["scheme"]
+
+
 def test_shared_state_drifts_more_than_separate_copies(run) -> None:
     result, _ = run()
     shared, separate = result["rows"][2:]

@@ -165,6 +165,23 @@ def test_single_tokens_and_groups() -> None:
     assert_same_run(tuple(a[:, :TOKENS] for a in inputs(3, heads=4, groups=2, d_k=20, d_v=18)), rows)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_padded_row_is_the_row_alone(backend) -> None:
+    """Whole windows of left padding, which an attention mask makes zeros: the same copies, bit for bit, beside other rows."""
+    x = inputs(1)
+    rows = [Row(parse_scheme("nvfp4/fp16@16"), seed=4, document=7, prompt=5)]
+    _, alone = run(x, rows, backend)
+    batch = [torch.cat([torch.zeros_like(a[:, :16]), a], dim=1) for a in x]
+    other = [a[:, : a.shape[1]] for a in inputs(1)]
+    both = [torch.cat([torch.cat([b[:, :16], b], dim=1), a]) for a, b in zip(batch, other, strict=True)]
+    padded = [Row(parse_scheme("nvfp4/fp16@16"), 4, 8, prompt=21), Row(parse_scheme("nvfp4/fp16@16"), 4, 7, prompt=21, padding=16)]
+    _, carry = replay_scan(*(a.to(DEVICE) for a in both), padded, None, layer=3, backend=backend)
+    assert all(map(torch.equal, copies(alone)[0], copies(carry)[1]))
+    wrong = [padded[0], Row(parse_scheme("nvfp4/fp16@16"), 4, 7, prompt=21)]
+    _, carry = replay_scan(*(a.to(DEVICE) for a in both), wrong, None, layer=3, backend=backend)
+    assert not torch.equal(copies(alone)[0][0], copies(carry)[1][0])
+
+
 def test_any_schedule() -> None:
     rows = [Row(parse_scheme("nvfp4@16"), flushes=f) for f in ((0, 1, 9, 30), (), (36,))]
     assert_same_run(inputs(3), rows)

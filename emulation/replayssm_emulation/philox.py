@@ -36,7 +36,7 @@ def philox4x32(c0: Tensor, c1, c2, c3, seed: int) -> tuple[Tensor, Tensor, Tenso
 def state_noise(
     seed: int,
     *,
-    document: int,
+    document: int | Tensor,
     layer: int,
     heads: int,
     copy: int,
@@ -53,14 +53,16 @@ def state_noise(
 
     and depends on nothing else: not on the batch row, chunk, engine or device.
 
-    positions: int64 `[P]`, token positions at which the copy is rounded. copy: RECURRENCE or READ.
+    positions: int64 `[P]`, token positions at which the copy is rounded. copy: RECURRENCE or READ. document: a number, or
+    int64 `[P]` for positions in several documents.
     Returns int64 `[P, heads, d_v, d_k]` on the device of `positions`, values in [0, 2³²).
     Raises UsageError when a coordinate does not fit its field.
     """
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"seed {seed} is not in [0, 2^64)")
-    if not (0 <= layer < 1 << 15 and first_head >= 0 and first_head + heads <= 1 << 16 and 0 <= document < 1 << 32):
-        raise UsageError(f"noise key out of range: document {document}, layer {layer}, heads {first_head}..{first_head + heads}")
+    least, most = (int(document.min()), int(document.max())) if isinstance(document, Tensor) else (document, document)
+    if not (0 <= layer < 1 << 15 and first_head >= 0 and first_head + heads <= 1 << 16 and least >= 0 and most < 1 << 32):
+        raise UsageError(f"noise key out of range: document {least}..{most}, layer {layer}, heads {first_head}..{first_head + heads}")
     device = positions.device
     quads = -(-d_k // 4)
     element = torch.arange(d_v * quads, device=device)
@@ -68,5 +70,6 @@ def state_noise(
     c0 = element.expand(len(positions), heads, -1)
     c1 = positions.view(-1, 1, 1)
     c2 = ((layer << 17) | (head << 1) | copy).view(1, -1, 1)
-    words = torch.stack(philox4x32(c0, c1, c2, document, seed), dim=-1)
+    c3 = document.view(-1, 1, 1) if isinstance(document, Tensor) else document
+    words = torch.stack(philox4x32(c0, c1, c2, c3, seed), dim=-1)
     return words.view(len(positions), heads, d_v, quads * 4)[..., :d_k]

@@ -9,7 +9,7 @@ on the state (step 1 below) and the readout (step 3) are batched over all window
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .dispatch import check_rows
 # Elements of the per-window states held at once: bounds memory, changes no result.
 _BLOCK_ELEMENTS = 1 << 24
 _NOISE_ELEMENTS = 1 << 22
+_FEW = 4  # tokens up to which a call that folds nothing is answered from the copy and the records alone
 _NARROW = ("bf16", "fp16")  # records that are rounded
 
 
@@ -32,6 +33,7 @@ _NARROW = ("bf16", "fp16")  # records that are rounded
 class Row:
     """One batch row: a scheme, the seed and document of its noise, and the length of its prompt in tokens.
 
+    padding: tokens before the text that only fill the batch; part of the prompt's length, not of the noise's positions.
     flushes: the schedule as positions; None follows the scheme's window from the end of the prompt.
     Raises UsageError for positions that are not increasing or lie inside the prompt.
     """
@@ -41,6 +43,7 @@ class Row:
     document: int = 0
     prompt: int = 0
     flushes: tuple[int, ...] | None = None
+    padding: int = 0
 
     def __post_init__(self) -> None:
         if self.flushes:
@@ -93,12 +96,17 @@ class Carry:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Consecutive rows of a group that are cast alike, noise included."""
+    """Consecutive rows of a group that are cast alike. seed: of their noise, None for nearest; which: RECURRENCE or READ.
+
+    sources: (document, padding) of every row, or of all where they agree: those share their noise.
+    """
 
     where: slice
     copy: Copy
     noise_bits: int
-    noise: tuple[int, int, int] | None  # (seed, document, copy), None for nearest
+    seed: int | None
+    which: int
+    sources: tuple[tuple[int, int], ...]
 
 
 def replay_scan(
@@ -182,34 +190,45 @@ def _casts(rows: Sequence[Row], which: int) -> list[_Cast]:
         copy = row.scheme.recurrence if which == RECURRENCE else row.scheme.read
         if copy is None or not copy.lossy:
             continue
-        noise = (row.seed, row.document, which) if copy.rounding == "stochastic" else None
+        seed = row.seed if copy.rounding == "stochastic" else None
+        cast = _Cast(slice(index, index + 1), copy, row.scheme.noise_bits, seed, which, ((row.document, row.padding),))
         last = casts[-1] if casts else None
-        if last and last.where.stop == index and (last.copy, last.noise_bits, last.noise) == (copy, row.scheme.noise_bits, noise):
-            casts[-1] = _Cast(slice(last.where.start, index + 1), copy, last.noise_bits, noise)
+        if last and last.where.stop == index and replace(cast, where=last.where, sources=last.sources) == last:
+            casts[-1] = replace(last, where=slice(last.where.start, index + 1), sources=last.sources + cast.sources)
         else:
-            casts.append(_Cast(slice(index, index + 1), copy, row.scheme.noise_bits, noise))
-    return casts
+            casts.append(cast)
+    return [replace(cast, sources=cast.sources[:1]) if len(set(cast.sources)) == 1 else cast for cast in casts]
 
 
 class _Noise:
-    """Noise words of a group's folds, drawn for several positions at a time; rows of one key share them."""
+    """Noise words of a group's folds; those of one document are drawn for several positions at a time."""
 
     def __init__(self, positions: Tensor, shape: tuple[int, int, int], layer: int):
         self.positions, self.shape, self.layer = positions, shape, layer
         heads, d_v, d_k = shape
         self.ahead = max(1, _NOISE_ELEMENTS // (heads * d_v * d_k))
-        self.drawn: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
+        self.drawn: dict[tuple, tuple[int, Tensor]] = {}
 
-    def words(self, key: tuple[int, int, int], index: int) -> Tensor:
-        """int64 `[H, d_v, d_k]` of the index-th fold."""
+    def words(self, cast: _Cast, index: int) -> Tensor | None:
+        """int64 of the index-th fold: `[H, d_v, d_k]` for rows that share it, `[rows, H, d_v, d_k]` for others."""
+        if cast.seed is None:
+            return None
+        documents, paddings = torch.tensor(cast.sources, device=self.positions.device).T
+        if len(cast.sources) > 1:
+            return self._draw(cast, documents, self.positions[index] - paddings)
+        key = (cast.seed, cast.which, cast.sources)
         first, words = self.drawn.get(key, (-self.ahead, self.positions))
         if not first <= index < first + self.ahead:
-            seed, document, copy = key
-            heads, d_v, d_k = self.shape
-            positions = self.positions[index : index + self.ahead]
-            words = state_noise(seed, document=document, layer=self.layer, heads=heads, copy=copy, positions=positions, d_v=d_v, d_k=d_k)
+            words = self._draw(cast, cast.sources[0][0], self.positions[index : index + self.ahead] - paddings)
             first, self.drawn[key] = index, (index, words)
         return words[index - first]
+
+    def _draw(self, cast: _Cast, documents: int | Tensor, positions: Tensor) -> Tensor:
+        assert cast.seed is not None
+        heads, d_v, d_k = self.shape
+        return state_noise(
+            cast.seed, document=documents, layer=self.layer, heads=heads, copy=cast.which, positions=positions, d_v=d_v, d_k=d_k
+        )  # fmt: skip
 
 
 def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Sequence[Row], start: int, stop: int, layer: int) -> Tensor:
@@ -217,8 +236,10 @@ def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Seque
     tokens, heads, d_v, d_k = stop - start, *group.recurrence.shape[1:]
     pending = group.records[0].shape[1]
     first = start - pending  # position of the first record
-    # Windows as index rows into [records, new tokens, one empty token]; short windows end in the empty token.
     cuts = rows[0].folds(start, stop)
+    if not cuts and tokens <= _FEW:
+        return _read_only(q, inputs, group)
+    # Windows as index rows into [records, new tokens, one empty token]; short windows end in the empty token.
     edges = [first] + [p + 1 for p, _ in cuts]
     lengths = [b - a for a, b in zip(edges, [*edges[1:], stop], strict=True)]
     if lengths[-1] == 0:
@@ -244,6 +265,24 @@ def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Seque
     tail = tokens + pending - (edges[-1] - first)
     group.records = tuple(x[:, pending + tokens - tail : pending + tokens].clone() for x in with_records)
     return flat[:, real[pending:]]
+
+
+def _read_only(q: Tensor, inputs: tuple[Tensor, ...], group: Group) -> Tensor:
+    """`_scan_group` for tokens before the next fold, as in decoding: only their own outputs are computed."""
+    k, v, beta, log_decay = group.records = tuple(torch.cat([old, x], dim=1) for old, x in zip(group.records, inputs, strict=True))
+    count, tokens, groups, d_k = q.shape
+    seen, heads, d_v = v.shape[1:]
+    share = heads // groups
+    g = log_decay.cumsum(1).transpose(1, 2)  # [rows, H, seen]
+    new = g[:, :, seen - tokens :]
+    q = q.transpose(1, 2)  # [rows, G, tokens, d_k]
+    earlier = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens)
+    between = (new.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill_(~earlier, -torch.inf).exp_()
+    scores = (q @ k.permute(0, 2, 3, 1)).repeat_interleave(share, dim=1) * between  # [rows, H, tokens, seen]
+    o = scores @ (beta.unsqueeze(-1) * v).transpose(1, 2)
+    read = group.read.view(count, groups, share * d_v, d_k) @ q.transpose(-1, -2)
+    o += read.view(count, heads, d_v, tokens).transpose(-1, -2) * new.exp().unsqueeze(-1)
+    return o.transpose(1, 2)
 
 
 def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, length, noise: _Noise) -> Tensor:
@@ -277,7 +316,7 @@ def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, 
 
     def cast(which: int, casts: list[_Cast], source: Tensor, target: Tensor, index: int) -> None:
         for c in casts:
-            words = noise.words(c.noise, index) if c.noise else None
+            words = noise.words(c, index)
             exact = source[c.where]
             stored = quantize_with_noise(exact, c.copy.format, words, c.noise_bits)
             group.changed[c.where, which] += (stored != exact).flatten(1).any(1)

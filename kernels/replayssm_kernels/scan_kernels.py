@@ -77,7 +77,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
 def window_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, mix_ptr, from_start_ptr, to_end_ptr, recurrence_ptr, read_ptr, fold_ptr,
-    row_ptr, place_ptr, seed_ptr, document_ptr, piece_ptr, pieces,
+    row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr,
     RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, READS_FOLD: tl.constexpr,
@@ -101,7 +101,7 @@ def window_kernel(
     place = tl.load(place_ptr + member).to(tl.int64)
     group = head // (heads // groups)
     seed = tl.load(seed_ptr + member)
-    document = tl.load(document_ptr + member)
+    document, padding = tl.load(document_ptr + member), tl.load(padding_ptr + member)
     key = (layer << 17) | (head << 1)
     i, j, t = part * D_V + tl.arange(0, D_V), tl.arange(0, N), tl.arange(0, L)
     in_v = i < d_v
@@ -165,7 +165,19 @@ def window_kernel(
                     largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
                     for s in tl.static_range(SLICES):
                         source += (
-                            _cast(fold[s], s, largest, kind, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST),
+                            _cast(
+                                fold[s],
+                                s,
+                                largest,
+                                kind,
+                                seed,
+                                position - padding,
+                                key,
+                                document,
+                                part * D_V + origin,
+                                d_k,
+                                RECURRENCE_CAST,
+                            ),
                         )
                 largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
                 largest_read = _largest(source, kind, READ_CAST, SLICES)
@@ -173,9 +185,23 @@ def window_kernel(
                 from_read = tl.zeros_like(from_read)
                 for s in tl.static_range(SLICES):
                     if SHARED:
-                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST)
+                        x = _cast(
+                            fold[s], s, largest, kind, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST
+                        )
                     else:
-                        x = _cast(source[s], s, largest_read, kind, seed, position, key | 1, document, part * D_V + origin, d_k, READ_CAST)
+                        x = _cast(
+                            source[s],
+                            s,
+                            largest_read,
+                            kind,
+                            seed,
+                            position - padding,
+                            key | 1,
+                            document,
+                            part * D_V + origin,
+                            d_k,
+                            READ_CAST,
+                        )
                     q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
                     from_read += _dot(q, tl.trans(x), EXACT, False, PRECISION)
                     inside = in_v[:, None] & (j + s * N < d_k)[None, :]
@@ -186,7 +212,9 @@ def window_kernel(
                     if CHAINED:
                         x = source[s]
                     elif not SHARED:
-                        x = _cast(fold[s], s, largest, kind, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST)
+                        x = _cast(
+                            fold[s], s, largest, kind, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST
+                        )
                     recurrence += (x,)
                     if slot >= 0:
                         tl.store(recurrence_ptr + state + s * N, x, mask=inside)
@@ -213,7 +241,7 @@ def _table(piece_ptr, p, pieces):
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
 def token_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, decay_ptr, o_ptr, recurrence_ptr, read_ptr, fold_ptr,
-    row_ptr, place_ptr, seed_ptr, document_ptr, piece_ptr, pieces,
+    row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr,
     RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, BY_COLUMN: tl.constexpr,
@@ -227,7 +255,7 @@ def token_kernel(
     place = tl.load(place_ptr + member).to(tl.int64)
     group = head // (heads // groups)
     seed = tl.load(seed_ptr + member)
-    document = tl.load(document_ptr + member)
+    document, padding = tl.load(document_ptr + member), tl.load(padding_ptr + member)
     key = (layer << 17) | (head << 1)
     i = part * D_V + tl.arange(0, D_V)
     in_v = i < d_v
@@ -271,18 +299,24 @@ def token_kernel(
             if ordinary(largest, tl.min(smallest, axis=1), RECURRENCE_CAST):
                 bits = largest.to(tl.int32, bitcast=True)
                 recurrence = _cast_slices(
-                    fold, bits, True, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
+                    fold, bits, True, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
                 )
             else:
-                recurrence = _cast_token(fold, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+                recurrence = _cast_token(
+                    fold, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
+                )
         else:
-            recurrence = _cast_token(fold, seed, position, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+            recurrence = _cast_token(
+                fold, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
+            )
         if slot >= 0:
             at = _state(slot, place, heads, head, i, d_v, d_k, N)
             _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
             if not SHARED:
                 source = recurrence if CHAINED else fold
-                recurrence = _cast_token(source, seed, position, key | 1, document, part * D_V + origin, d_k, READ_CAST, SLICES, BY_COLUMN)
+                recurrence = _cast_token(
+                    source, seed, position - padding, key | 1, document, part * D_V + origin, d_k, READ_CAST, SLICES, BY_COLUMN
+                )
             _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
         position, slot, origin = position_next, slot_next, origin_next
 

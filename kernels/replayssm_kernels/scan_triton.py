@@ -137,9 +137,10 @@ def _launches(
         place = _numbers(tuple(members), torch.int32, device)
         seed = _numbers(tuple(rows[m].seed for m in members), torch.int64, device)
         document = _numbers(tuple(rows[m].document for m in members), torch.int64, device)
+        padding = _numbers(tuple(rows[m].padding for m in members), torch.int32, device)
         tiles = tiles_of(found, by_token, d_v, d_k)
         grid = (heads, len(members), tiles.parts)
-        common = (group.recurrence, group.read, fold, at, place, seed, document, piece, len(piece))
+        common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
         shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
         options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
