@@ -141,9 +141,9 @@ def window_kernel(
             for s in tl.static_range(SLICES):
                 k = _piece_slice(k_ptr, k_token, first, stop, s, d_k, N, L)
                 delta = _dot(values, k * to_end[:, None], EXACT, False, PRECISION)
-                fold += (gate * recurrence[s] + delta,)
+                fold += (tl.fma(tl.zeros_like(delta) + gate, recurrence[s], delta),)
                 if LONG:
-                    running += (gate * read[s] + delta,)
+                    running += (tl.fma(tl.zeros_like(delta) + gate, read[s], delta),)
             if LONG and kind == 0:
                 recurrence = fold
                 read = running

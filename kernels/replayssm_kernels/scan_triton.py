@@ -94,7 +94,7 @@ def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
         return Tiles(height, width, -(-d_k // width), 1, max(1, min(8, height * whole // 2048)))
     if single:
         width = max(block, min(whole, 32))
-        return Tiles(8, width, -(-d_k // width), -(-d_v // 8), 1, True)
+        return Tiles(8, width, -(-d_k // width), -(-d_v // 8), 1, True, 128)
     if any(cast[0] and cast[12] for cast in rounded[:2]):  # noise needs registers, narrow tiles fewer of them at a time
         width = max(block, min(whole, 32))
         return Tiles(16, width, -(-d_k // width), -(-d_v // 16), 1, False, 168)
