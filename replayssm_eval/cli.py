@@ -317,6 +317,13 @@ def _print_kl(result: dict[str, Any]) -> None:
     print(f"figure: {result['output']}/kl.png   report: {result['output']}/report.html")
 
 
+from .cli_accuracy import register as _register_accuracy  # noqa: E402 (they take options from above)
+from .cli_quartiles import register as _register_quartiles  # noqa: E402
+
+_register_accuracy(app)
+_register_quartiles(app)
+
+
 def main() -> None:
     """Entry point: one clear line and the right exit code instead of a traceback."""
     # A polite kill saves like Ctrl-C does.

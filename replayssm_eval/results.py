@@ -61,10 +61,10 @@ def default_output(command: str, model: str) -> Path:
     return Path("runs") / f"{command}-{Path(model).name if Path(model).is_dir() else model.replace('/', '--')}-{stamp}"
 
 
-def check_output(output: Path, overwrite: bool, resume: bool) -> None:
+def check_output(output: Path, overwrite: bool, resume: bool | None) -> None:
     """Refuse a folder that holds anything, unless told otherwise, or that cannot be written.
 
-    Nothing is created or removed yet: the folder appears with the first result.
+    resume: None for a command that cannot resume. Nothing is created or removed yet: the folder appears with the first result.
     """
     parent = next(p for p in (output, *output.absolute().parents) if p.exists())
     if not parent.is_dir():
@@ -80,7 +80,8 @@ def check_output(output: Path, overwrite: bool, resume: bool) -> None:
             raise UsageError(f"{output} holds a finished run: there is nothing to resume")
         return
     if any(output.iterdir()) and not overwrite:
-        raise UsageError(f"{output} already holds a run: pass --overwrite, --resume or another --output")
+        advice = "--overwrite or" if resume is None else "--overwrite, --resume or"
+        raise UsageError(f"{output} already holds a run: pass {advice} another --output")
 
 
 def code_digest() -> str:

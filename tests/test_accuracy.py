@@ -92,3 +92,26 @@ def test_bad_options_are_refused_before_the_model_is_loaded(change, says, tmp_pa
     with pytest.raises(UsageError, match=says):
         run_accuracy(AccuracyOptions(**{**SHORT, **change}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_ends_with_the_quartile_table(tiny, tmp_path, monkeypatch, capsys) -> None:
+    import sys
+
+    from replayssm_eval import accuracy, cli
+
+    monkeypatch.setattr(accuracy, "load", lambda *a, **k: tiny)
+    data = tmp_path / "gsm.jsonl"
+    data.write_text("".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"So #### {i + 1}"}) + "\n" for i in range(5)))
+    command = ["accuracy", "--model", "tiny-mamba2", "--task", "gsm8k", "--task-data", f"gsm8k={data}", "--scheme", "nvfp4@5"]
+    command += ["--max-gen-toks", "8", "--batch-size", "5", "--output", str(tmp_path / "out"), "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["replayssm-eval", *command])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "nvfp4@5 against reference, by the reference's answer length (tokens)" in out
+    assert "control against reference" in out
+    result = json.loads((tmp_path / "out" / "quartiles-replayssm_gsm8k" / "quartiles.json").read_text())
+    assert [arm["role"] for arm in result["arms"]] == ["reference", "control", "scheme"]
+    assert result["length_unit"] == "tokens"
+    assert sum(b["n"] for b in result["bins"]) == 5
