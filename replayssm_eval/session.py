@@ -4,6 +4,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Session:
         self._scanned: list[int] = []
         self._finite: dict[int, Tensor] = {}
         self._inputs: dict[int, dict[str, Any]] = {}
-        self._rehearsing = False
+        self._twins: dict[int, Carry] | None = None  # what the torch scan carries, while both are compared
 
     @property
     def mixer(self) -> Any:
@@ -98,10 +99,10 @@ class Session:
         }
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, log_decay)):
             raise UsageError("schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()")
-        before = carry
         o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, backend=self.backend)
-        if self._rehearsing and before is None:
-            self._compare_scans(o, replay_scan(q, k, v, beta, log_decay, self.rows, None, layer=layer)[0])
+        if self._twins is not None:
+            expected, self._twins[layer] = replay_scan(q, k, v, beta, log_decay, self.rows, self._twins.get(layer), layer=layer)
+            self._compare_scans(o, expected)
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
         if held != {torch.float32}:
             raise RunError(f"layer {layer}: the emulated state is held in {held}, not float32: the reference would be rounded too")
@@ -381,18 +382,28 @@ def _probe(model: Any, session: Session, unpatched: Tensor) -> None:
 
 @torch.inference_mode()
 def _rehearse(model: Any, session: Session) -> None:
-    """All rows read a few dozen tokens: kernels are compiled, and compared with the torch scan in every layer."""
+    """All rows read a few dozen tokens in two pieces: kernels are compiled, and compared with the torch scan in every layer.
+
+    Without a prompt, and with flushes early enough to be read, whatever the rows of the run wait for.
+    """
     ids = _probe_ids(model).expand(len(session.rows), -1)
+    first = _PROBE_TOKENS[0]
+    early = (first - 2, first + 14, ids.shape[1] - 2)
+    rows = [
+        replace(r, prompt=0, padding=0, flushes=None if r.flushes is None and r.scheme.window <= first else early) for r in session.rows
+    ]
 
     def read() -> None:
-        hidden_states(model, ids, DynamicCache(config=model.config), 0)
+        session.start(rows)
+        cache = DynamicCache(config=model.config)
+        hidden_states(model, ids[:, :first], cache, 0)
+        hidden_states(model, ids[:, first:], cache, first)
 
     if model.device.type == "cuda":  # the interpreter has nothing to compile
         with compile_only():
             read()
-        session.start(session.rows)
-    session._rehearsing = True
+    session._twins = {}
     try:
         read()
     finally:
-        session._rehearsing = False
+        session._twins = None

@@ -182,6 +182,44 @@ def test_a_padded_row_is_the_row_alone(backend) -> None:
     assert not torch.equal(copies(alone)[0][0], copies(carry)[1][0])
 
 
+def exact_inputs(rows: int):
+    """Small multiples of 1/8 and no decay: every sum is exact, whatever its order."""
+    x = inputs(rows)
+    q, k, v = ((a * 2).round() / 8 for a in x[:3])
+    return q, k, v, torch.ones_like(x[3]), torch.zeros_like(x[4])
+
+
+@pytest.mark.parametrize("pieces", [(TOKENS,), (9, 1, 20, 7)], ids=str)
+def test_exact_arithmetic_gives_equal_bits(pieces) -> None:
+    """Where no sum is rounded, outputs and copies agree bit for bit, and with them every rounding."""
+    names = [
+        "fp32/mxfp4-rn@4+cast=chained",
+        "fp16@16",
+        "mxfp4/fp16@5",
+        "mxfp8/fp16@3+flush-reads=read",
+        "fp8-unscaled/bf16@16",
+        "fp16-rn@20",
+    ]
+    rows = [Row(parse_scheme(s), seed=4, document=n) for n, s in enumerate(names)]
+    x = exact_inputs(len(rows))
+    expected, carry = run(x, rows, "torch", pieces)
+    got, triton_carry = run(x, rows, "triton", pieces)
+    for row, scheme in enumerate(names):
+        assert torch.equal(got[row], expected[row]), scheme
+        assert all(map(torch.equal, copies(carry)[row], copies(triton_carry)[row])), scheme
+
+
+@pytest.mark.parametrize("name", ["fp16@1", "mxfp4@1", "bf16/fp16-rn@1"])
+def test_exact_single_tokens_give_equal_bits(name) -> None:
+    rows = [Row(parse_scheme(name), seed=4, document=n) for n in range(2)]
+    x = exact_inputs(2)
+    expected, carry = run(x, rows, "torch")
+    got, triton_carry = run(x, rows, "triton")
+    assert torch.equal(got, expected)
+    for row, pair in copies(carry).items():
+        assert all(map(torch.equal, pair, copies(triton_carry)[row]))
+
+
 def test_any_schedule() -> None:
     rows = [Row(parse_scheme("nvfp4@16"), flushes=f) for f in ((0, 1, 9, 30), (), (36,))]
     assert_same_run(inputs(3), rows)
@@ -200,6 +238,24 @@ def test_cutting_the_tokens_changes_no_bit() -> None:
 def test_fp32_rows_are_identical() -> None:
     o, _ = run(inputs(2), [Row(parse_scheme("fp32"))] * 2, "triton")
     assert torch.equal(o[0], o[1])
+
+
+def test_rows_that_the_noise_key_cannot_hold_are_refused() -> None:
+    fp32 = parse_scheme("fp32")
+    for row, says in (
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"document": 1 << 32}, "document"),
+        ({"document": -1}, "document"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            Row(fp32, **row)
+    for padding in (-1, 3, 4):
+        with pytest.raises(UsageError, match="needs a token of its own"):
+            Row(fp32, prompt=3, padding=padding)
+    x = tuple(a.to(DEVICE) for a in inputs(1))
+    with pytest.raises(UsageError, match="layer 32768"):
+        replay_scan(*x, [Row(fp32)], None, layer=1 << 15, backend="triton")
 
 
 def test_what_cannot_run_is_refused(monkeypatch) -> None:

@@ -35,7 +35,8 @@ class Row:
 
     padding: tokens before the text that only fill the batch; part of the prompt's length, not of the noise's positions.
     flushes: the schedule as positions; None follows the scheme's window from the end of the prompt.
-    Raises UsageError for positions that are not increasing or lie inside the prompt.
+    Raises UsageError for positions that are not increasing or lie inside the prompt, for a seed or document that the key of
+    the noise cannot hold, and for padding that is not shorter than the prompt.
     """
 
     scheme: Scheme
@@ -46,6 +47,10 @@ class Row:
     padding: int = 0
 
     def __post_init__(self) -> None:
+        if not (0 <= self.seed < 1 << 64 and 0 <= self.document < 1 << 32):
+            raise UsageError(f"noise key out of range: seed {self.seed} (of 2^64), document {self.document} (of 2^32)")
+        if self.padding and not 0 <= self.padding < self.prompt:
+            raise UsageError(f"padding of {self.padding} tokens in a prompt of {self.prompt}: a sequence needs a token of its own")
         if self.flushes:
             segments(list(self.flushes), self.prompt, self.flushes[-1] + 1)
 
@@ -133,6 +138,8 @@ def replay_scan(
     d_k = k.shape[-1]
     if count != len(rows) or heads % k.shape[2]:
         raise UsageError(f"{count} batch rows for {len(rows)} schemes, {heads} heads for {k.shape[2]} groups")
+    if not (0 <= layer < 1 << 15 and heads <= 1 << 16):
+        raise UsageError(f"noise key out of range: layer {layer} (of 2^15), {heads} heads (of 2^16)")
     beta, log_decay = beta.float(), log_decay.float()
     if backend == "torch" or not v.is_cuda or any(row.scheme.records in _NARROW for row in rows):
         q, k, v = q.float(), k.float(), v.float()  # the Triton kernel converts as it loads
@@ -335,6 +342,7 @@ def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, 
             if chained:
                 source = fold.clone()
                 source[chained] = group.recurrence[chained]
+                group.read = source.clone()  # also where the read copy itself rounds nothing
             cast(READ, read_casts, source, group.read, fold_index + w)
             group.read[shared] = group.recurrence[shared]
             group.flushes += 1

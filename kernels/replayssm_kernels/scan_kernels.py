@@ -28,6 +28,8 @@ def _dot(a, b, A_EXACT: tl.constexpr, B_EXACT: tl.constexpr, PRECISION: tl.const
     """fp32-accurate a·b; an EXACT operand is known to fit 11 bits."""
     if PRECISION != "tf32x2":
         o = tl.dot(a, b, input_precision=PRECISION)
+    elif A_EXACT and B_EXACT:
+        o = tl.dot(a, b, input_precision="tf32")
     elif A_EXACT:
         upper = _head_part(b)
         o = tl.dot(a, b - upper, input_precision="tf32")
@@ -50,8 +52,8 @@ def prepare_kernel(
     q_row, q_token, k_row, k_token, tokens, heads, groups,
     d_k: tl.constexpr, D_K: tl.constexpr, L: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (members, pieces, groups). mix `[members, P, H, L (i), L (j)]`, from_start and to_end `[members, P, H, L]`."""
-    member, piece, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid (pieces, members, groups). mix `[members, P, H, L (i), L (j)]`, from_start and to_end `[members, P, H, L]`."""
+    piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
     first, stop = tl.load(piece_ptr + 6 * piece), tl.load(piece_ptr + 6 * piece + 1)
     j, t = tl.arange(0, D_K), tl.arange(0, L)
@@ -68,7 +70,7 @@ def prepare_kernel(
         beta = tl.load(beta_ptr + at_head, mask=live, other=0.0)
         last = tl.sum(tl.where(t == L - 1, g, 0.0), axis=0)
         between = tl.exp(tl.where(t[:, None] >= t[None, :], g[:, None] - g[None, :], float("-inf")))
-        at = (member.to(tl.int64) * tl.num_programs(1) + piece) * heads + head
+        at = (member.to(tl.int64) * tl.num_programs(0) + piece) * heads + head
         tl.store(mix_ptr + at * L * L + t[:, None] * L + t[None, :], scores * between * beta[None, :])
         tl.store(from_start_ptr + at * L + t, tl.exp(g))
         tl.store(to_end_ptr + at * L + t, beta * tl.exp(last - g))

@@ -60,7 +60,7 @@ def _pieces(first: int, cuts: tuple[tuple[int, bool], ...], stop: int, device: t
     return torch.tensor(table, dtype=torch.int32, device=device), long or len(edges) > 2
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _numbers(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # A 64-bit seed fits int64 by its bit pattern.
     return torch.tensor([v - (1 << 64) if v >= 1 << 63 else v for v in values], dtype=dtype, device=device)
@@ -121,7 +121,9 @@ def _launches(
     exact = all(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
     assert o.is_contiguous()
     piece, long = _pieces(first, cuts, first + tokens, device)
-    single = len(piece) == tokens and len(cuts) == tokens and all(rounded for _, rounded in cuts)
+    single = len(cuts) == tokens and all(rounded for _, rounded in cuts)
+    # Single tokens read q and k for every part of d_v: converting them here spares that kernel a sixteenth of its work.
+    full = (q.float(), k.float()) if single else (q, k)
     alike: dict[tuple, list[int]] = {}
     for place, row in enumerate(rows):
         found = specialisation(row.scheme, d_v, d_k)
@@ -145,8 +147,6 @@ def _launches(
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
         options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
         if by_token:
-            # q and k are read for every part of d_v: converting them here spares the kernel a sixteenth of its work.
-            full = q.float(), k.float()
             shape = (full[0].stride(0), full[0].stride(1), full[1].stride(0), full[1].stride(1), *shape[4:])
             VARIANTS.add(("token", found, d_v, d_k, v.dtype))
             _start(token_kernel, grid, *full, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
@@ -155,7 +155,7 @@ def _launches(
         mix = torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device)
         from_start, to_end = (torch.empty(len(members), len(piece), heads, PIECE, device=device) for _ in range(2))
         _start(
-            prepare_kernel, (len(members), len(piece), groups), q, k, beta, log_decay, mix, from_start, to_end, at, piece, *strides, tokens, heads, groups,
+            prepare_kernel, (len(piece), len(members), groups), q, k, beta, log_decay, mix, from_start, to_end, at, piece, *strides, tokens, heads, groups,
             d_k, max(16, triton.next_power_of_2(d_k)), PIECE, exact, precision, enable_fp_fusion=False,
         )  # fmt: skip
         _start(
@@ -194,19 +194,22 @@ _STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
 def _run_side_by_side(launches: list[tuple[bool, Callable[[], None]]], device: torch.device) -> None:
     """Each launch on a stream of its own: one alone rarely fills the GPU. Slow ones start first."""
     ordered = [work for _, work in sorted(launches, key=lambda launch: not launch[0])]
-    if device.type != "cuda" or len(ordered) == 1:
+    if device.type != "cuda":
         for work in ordered:
             work()
         return
-    streams = _STREAMS.setdefault(device, [])
-    streams += [torch.cuda.Stream(device) for _ in range(len(ordered) - len(streams))]
-    here = torch.cuda.current_stream(device)
-    for work, stream in zip(ordered, streams, strict=False):
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            work()
-    for stream in streams[: len(ordered)]:
-        here.wait_stream(stream)
+    with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
+        streams = _STREAMS.setdefault(device, [])
+        streams += [torch.cuda.Stream(device) for _ in range(len(ordered) - len(streams))]
+        here = torch.cuda.current_stream(device)
+        try:
+            for work, stream in zip(ordered, streams, strict=False):
+                stream.wait_stream(here)
+                with torch.cuda.stream(stream):
+                    work()
+        finally:
+            for stream in streams[: len(ordered)]:
+                here.wait_stream(stream)
 
 
 def scan_groups(
