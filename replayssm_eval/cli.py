@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -324,18 +324,23 @@ _register_accuracy(app)
 _register_quartiles(app)
 
 
-def main() -> None:
-    """Entry point: one clear line and the right exit code instead of a traceback."""
-    # A polite kill saves like Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def guarded(command: Callable[[], Any]) -> None:
+    """Run a command: one clear line and the right exit code instead of a traceback."""
     try:
-        app()
+        command()
     except UsageError as error:
         print(f"replayssm-eval: {error}", file=sys.stderr)
         sys.exit(2)
     except RunError as error:
         print(f"replayssm-eval: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    # A polite kill saves like Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    guarded(app)
 
 
 if __name__ == "__main__":

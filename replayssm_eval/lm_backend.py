@@ -13,6 +13,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from replayssm_emulation import UsageError, parse_scheme
 from replayssm_kernels import Row
+from replayssm_tasks import reopen_thinking
 from torch import Tensor
 
 from .models import Loaded, load, location_of
@@ -86,6 +87,23 @@ class ReplayLM(HFLM):
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
         self._model = self._loaded.model
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        answers = super().generate_until(requests, disable_tqdm)
+        return [self._with_thinking(request.args[0], answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def _with_thinking(self, context: str, answer: str) -> str:
+        """The answer with the mark that its prompt opened, unless lm-eval has cut the thinking off already.
+
+        Without it an answer that was cut while thinking looks like one that never thought, and is graded.
+        """
+        made = self.generation_of(context)
+        if self.think_end_token is not None and made is not None:
+            ids = made["ids"]
+            ended = self.think_end_token in (ids if isinstance(self.think_end_token, int) else self.tok_decode(ids))
+            if ended:
+                return answer
+        return reopen_thinking(context, answer)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         # Requests are padded on the right with zeros, which no earlier logit sees.

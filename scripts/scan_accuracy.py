@@ -27,7 +27,7 @@ def main() -> None:
 
     def spy(*inputs, layer, **kwargs):
         o, carry = original(*inputs, layer=layer, **kwargs)
-        seen[layer] = (inputs[:5], o)
+        seen[layer] = (inputs[:5], o.clone())  # the layer goes on to work in it
         return o, carry
 
     session.replay_scan = spy

@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from replayssm_emulation import UsageError
 
-from replayssm_eval.lm_backend import ReplayLM
+from replayssm_eval.lm_backend import ReplayLM, document_of
 from replayssm_eval.models import location_of
 
 PROMPTS = ["The whale ", "Call me Ishmael. Some years ago", "It was a dark and stormy night; the rain fell in torrents, and "]
@@ -71,6 +71,22 @@ def test_the_stop_reason_counts_tokens_up_to_the_stop(rounded) -> None:
     assert rounded._generation([5, 6, eos, eos], [])["tokens"] == 2
     assert rounded._generation([5, 6, eos, eos], [])["stop"] == "eos"
     assert rounded._generation([5, 6], [])["stop"] == "length"
+
+
+def test_thinking_that_the_prompt_opened_is_not_forgotten(rounded) -> None:
+    cut, ended = rounded.tokenizer(" so 12 and then")["input_ids"], rounded.tokenizer(" so 12</think> 42")["input_ids"]
+    prompt = "How many?<think>"
+    key = document_of(rounded.tok_batch_encode([prompt])[0][0].tolist())
+    rounded.generations[key] = {"ids": cut, "tokens": len(cut), "stop": "length"}
+    assert rounded._with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
+    assert rounded._with_thinking("How many?", " so 12 and then") == " so 12 and then"
+    rounded.think_end_token = "</think>"
+    try:
+        assert rounded._with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
+        rounded.generations[key] = {"ids": ended, "tokens": len(ended), "stop": "eos"}
+        assert rounded._with_thinking(prompt, "42") == "42"  # lm-eval cut the thinking off
+    finally:
+        rounded.think_end_token = None
 
 
 def test_likelihoods_move_with_the_state_and_not_with_the_batch(rounded, unpatched) -> None:
