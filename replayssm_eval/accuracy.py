@@ -111,7 +111,7 @@ def run_accuracy(
 
 def _tasks(options: AccuracyOptions) -> dict[str, Any]:
     """lm-eval task objects by name, their documents loaded: what cannot be had is refused before the model is loaded."""
-    from replayssm_tasks import NAMES, load_tasks, task_config, task_manager
+    from replayssm_tasks import NAMES, load_tasks, task_config
 
     from .hub import hub_reachable
 
@@ -131,10 +131,10 @@ def _tasks(options: AccuracyOptions) -> dict[str, Any]:
                 raise UsageError(f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; use --include-path")
         from lm_eval.tasks import TaskManager
 
-        manager = TaskManager(include_path=options.include_path) if options.include_path or others else task_manager()
+        manager = TaskManager(include_path=options.include_path)
         for name in others:
             try:
-                found = manager.load(name) if hasattr(manager, "load") else manager.load_task_or_group(name)
+                found = manager.load(name)
             except KeyError:
                 raise UsageError(f"unknown task {name!r}: neither of this package ({', '.join(NAMES)}) nor of lm-eval") from None
             tasks |= _flat(found)

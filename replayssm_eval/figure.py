@@ -115,12 +115,19 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
         marked = " · RANDOM WEIGHTS" if result["model"].get("random_weights") else ""
         figure.suptitle(f"{result['model']['name']}{marked} · {books} · {tokens:,} tokens", fontsize=10, parse_math=False)
         top.set_title(_legend(result, banded, len(schemes) <= _MOST_WITH_QUANTILES), fontsize=7.5, color="#444444", loc="left")
-        out = {}
-        for kind in ("png", "svg"):
-            sink = io.BytesIO()
-            figure.savefig(sink, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-            out[kind] = sink.getvalue()
-        plt.close(figure)
+        return rendered(figure)
+
+
+def rendered(figure: Any) -> dict[str, bytes]:
+    """A finished figure as "png" and "svg", the same bytes every time, and closed. Call it inside the figure's rc context."""
+    import matplotlib.pyplot as plt
+
+    out = {}
+    for kind in ("png", "svg"):
+        sink = io.BytesIO()
+        figure.savefig(sink, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+        out[kind] = sink.getvalue()
+    plt.close(figure)
     return out
 
 

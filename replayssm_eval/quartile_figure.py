@@ -1,13 +1,12 @@
 """The picture of a quartiles run: accuracy by answer length, and the paired differences below it."""
 
-import io
 import re
 from typing import Any
 
 import numpy as np
 from replayssm_emulation import UsageError
 
-from .figure import _COLOURS, _look
+from .figure import _COLOURS, _look, rendered
 
 _SPARE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito, for arms that name no format
 
@@ -81,13 +80,7 @@ def quartile_figure(result: dict[str, Any]) -> dict[str, bytes]:
         figure.suptitle(f"{result['task']}{filtered}: accuracy by answer length", fontsize=10, parse_math=False)
         if result["control"]:
             below.set_title("grey: ± the control's difference; what lies inside is undecided", fontsize=7.5, color="#444444", loc="left")
-        out = {}
-        for kind in ("png", "svg"):
-            sink = io.BytesIO()
-            figure.savefig(sink, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-            out[kind] = sink.getvalue()
-        plt.close(figure)
-    return out
+        return rendered(figure)
 
 
 def _with_intervals(

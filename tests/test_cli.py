@@ -17,21 +17,6 @@ def run(*args, cwd=None):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture
-def main(monkeypatch, capsys):
-    """The command in this process: quicker, and patches reach it."""
-    from replayssm_eval import cli
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["replayssm-eval", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out = capsys.readouterr()
-        return caught.value.code, out.out, out.err
-
-    return call
-
-
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; from replayssm_eval.cli import app; from typer.testing import CliRunner; r = CliRunner().invoke(app, ['kl', '--help']);"

@@ -11,21 +11,6 @@ import pytest
 
 from replayssm_eval.quartile_figure import arm_look
 
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    from replayssm_eval import cli
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["replayssm-eval", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out = capsys.readouterr()
-        return caught.value.code, out.out, out.err
-
-    return call
-
-
 QUESTIONS = 200
 
 

@@ -161,49 +161,21 @@ def window_kernel(
                 state = _state(slot, place, heads, head, i, d_v, d_k, N)
                 if slot >= 0:
                     _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
+                at_row, when = part * D_V + origin, position - padding  # of the noise
+                largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
                 source = fold
                 if CHAINED:
                     source = ()
-                    largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
                     for s in tl.static_range(SLICES):
-                        source += (
-                            _cast(
-                                fold[s],
-                                s,
-                                largest,
-                                kind,
-                                seed,
-                                position - padding,
-                                key,
-                                document,
-                                part * D_V + origin,
-                                d_k,
-                                RECURRENCE_CAST,
-                            ),
-                        )
-                largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
+                        source += (_cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),)
                 largest_read = _largest(source, kind, READ_CAST, SLICES)
                 recurrence, copy = (), ()
                 from_read = tl.zeros_like(from_read)
                 for s in tl.static_range(SLICES):
                     if SHARED:
-                        x = _cast(
-                            fold[s], s, largest, kind, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST
-                        )
+                        x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
                     else:
-                        x = _cast(
-                            source[s],
-                            s,
-                            largest_read,
-                            kind,
-                            seed,
-                            position - padding,
-                            key | 1,
-                            document,
-                            part * D_V + origin,
-                            d_k,
-                            READ_CAST,
-                        )
+                        x = _cast(source[s], s, largest_read, kind, seed, when, key | 1, document, at_row, d_k, READ_CAST)
                     q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
                     from_read += _dot(q, tl.trans(x), EXACT, False, PRECISION)
                     inside = in_v[:, None] & (j + s * N < d_k)[None, :]
@@ -214,9 +186,7 @@ def window_kernel(
                     if CHAINED:
                         x = source[s]
                     elif not SHARED:
-                        x = _cast(
-                            fold[s], s, largest, kind, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST
-                        )
+                        x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
                     recurrence += (x,)
                     if slot >= 0:
                         tl.store(recurrence_ptr + state + s * N, x, mask=inside)
@@ -291,6 +261,7 @@ def token_kernel(
         if slot >= 0:
             at = _state(slot, place, heads, head, i, d_v, d_k, N)
             _store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
+        at_row, when = part * D_V + origin, position - padding  # of the noise
         if BY_COLUMN and has_short_cast(RECURRENCE_CAST):
             largest, smallest = tl.abs(fold[0]), tl.abs(fold[0])
             for s in tl.static_range(1, SLICES):
@@ -300,25 +271,17 @@ def token_kernel(
             largest = tl.where(o == o, largest, float("inf"))
             if ordinary(largest, tl.min(smallest, axis=1), RECURRENCE_CAST):
                 bits = largest.to(tl.int32, bitcast=True)
-                recurrence = _cast_slices(
-                    fold, bits, True, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
-                )
+                recurrence = _cast_slices(fold, bits, True, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
             else:
-                recurrence = _cast_token(
-                    fold, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
-                )
+                recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
         else:
-            recurrence = _cast_token(
-                fold, seed, position - padding, key, document, part * D_V + origin, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN
-            )
+            recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
         if slot >= 0:
             at = _state(slot, place, heads, head, i, d_v, d_k, N)
             _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
             if not SHARED:
                 source = recurrence if CHAINED else fold
-                recurrence = _cast_token(
-                    source, seed, position - padding, key | 1, document, part * D_V + origin, d_k, READ_CAST, SLICES, BY_COLUMN
-                )
+                recurrence = _cast_token(source, seed, when, key | 1, document, at_row, d_k, READ_CAST, SLICES, BY_COLUMN)
             _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
         position, slot, origin = position_next, slot_next, origin_next
 
@@ -382,8 +345,7 @@ def _largest(x, kind, CAST: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def _cast(x, s, largest, kind, seed, position, key, document, origin, d_k: tl.constexpr, CAST: tl.constexpr):
-    """Slice s of a copy as it reads back; kind 1 keeps it as it is. A branch for each slice keeps the compiler from working
-    on all slices at once, for which there are no registers."""
+    """Slice s of a copy as it reads back; kind 1 keeps it as it is."""
     if CAST[0]:
         if kind == 2:
             noise = _noise(seed, position, key, document, origin, s, d_k, x.shape[0], x.shape[1], CAST, False)

@@ -129,7 +129,6 @@ def _launches(
         found = specialisation(row.scheme, d_v, d_k)
         assert found is not None, row.scheme
         alike.setdefault(found, []).append(place)
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     precision = "ieee" if device.type == "cpu" else "tf32x2"
     fold = torch.empty_like(group.recurrence)
 
@@ -142,14 +141,15 @@ def _launches(
         padding = _numbers(tuple(rows[m].padding for m in members), torch.int32, device)
         tiles = tiles_of(found, by_token, d_v, d_k)
         grid = (heads, len(members), tiles.parts)
+        queries, keys = full if by_token else (q, k)
+        strides = (queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1))
         common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
         shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
         options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
         if by_token:
-            shape = (full[0].stride(0), full[0].stride(1), full[1].stride(0), full[1].stride(1), *shape[4:])
             VARIANTS.add(("token", found, d_v, d_k, v.dtype))
-            _start(token_kernel, grid, *full, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
+            _start(token_kernel, grid, queries, keys, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
             return
         VARIANTS.update({("prepare", d_k, q.dtype), ("window", found, d_v, d_k, v.dtype, long)})
         mix = torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device)
