@@ -69,9 +69,9 @@ def _quotients(a, b):
     """
     if _HAS_FMA:
         inverse = tl.broadcast_to(tl.div_rn(tl.zeros_like(b) + 1.0, b), a.shape)
-        b = tl.broadcast_to(b, a.shape)
+        negative = tl.broadcast_to(-b, a.shape)
         q = a * inverse
-        q = tl.fma(tl.fma(-q, b, a), inverse, q)
+        q = tl.fma(tl.fma(q, negative, a), inverse, q)
     else:
         q = tl.div_rn(a, tl.broadcast_to(b, a.shape))
     return q
@@ -207,9 +207,11 @@ def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
     if not LOSSY:
         stored = x
     elif SHORT:
-        scale = tl.div_rn(_float(largest), tl.zeros_like(_float(largest)) + CAST[4])[:, None]
-        quotient = tl.minimum(tl.abs(_quotients(x, scale)), CAST[4])
-        stored = _with_sign(_float(_add_noise(_bits(quotient), noise, 23 - CAST[2], CAST[12])) * scale, x)
+        amax = _float(largest)[:, None]
+        scale = _quotients(amax, tl.zeros_like(amax) + CAST[4])
+        # Adding noise to the bits of a negative number moves it away from zero too: no sign to take off and put back.
+        quotient = tl.clamp(_quotients(x, scale), -CAST[4], CAST[4])
+        stored = _float(_add_noise(_bits(quotient), noise, 23 - CAST[2], CAST[12])) * scale
     elif CAST[6] == NONE:
         stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST[1], CAST[2], CAST[3], CAST[4], CAST[12]), x)
     else:
@@ -252,7 +254,8 @@ def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
         rounded = _round_magnitudes(a * down * _power_of_two(half - shared), words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS)
         stored = rounded * _power_of_two(half) * _power_of_two(shared - half)
     else:
-        a = tl.minimum(a, _FLT_MAX, propagate_nan=_ALL)
+        if SCALE == AMAX or POWER > 0:  # the other saturates infinity by its own range
+            a = tl.minimum(a, _FLT_MAX, propagate_nan=_ALL)
         if BLOCK == 0:
             amax = _float(largest)[:, None, None]
         else:
@@ -310,11 +313,20 @@ def slice_noise(seed, position, layer_head_copy, document, quads, row, column, D
 
     BY_COLUMN: threads lie along d_v first. Every word of a Philox block is used. See `replayssm_emulation.state_noise`.
     """
-    i, quad = tl.arange(0, D_V) + row, tl.arange(0, N // 4) + column // 4
+    i, quad = tl.arange(0, D_V), tl.arange(0, N // 4) + column // 4
+    BANDS: tl.constexpr = 1 if BY_COLUMN else D_V // 16
+    # The compiler deals rows out to warps in turn, RUN at a time, but the state in bands of 16. Computed in that order, each
+    # warp's noise is its own band's.
+    RUN: tl.constexpr = max(1, min(16, 128 // N))
+    if BANDS > 1:
+        i = (i // RUN) % BANDS * 16 + i // (RUN * BANDS) * RUN + i % RUN
+    i += row
     c0 = i[None, :] * quads + quad[:, None] if BY_COLUMN else i[:, None] * quads + quad[None, :]
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     a, b, c, d = _philox4x32(c0.to(tl.uint32), position.to(tl.uint32), layer_head_copy.to(tl.uint32), document.to(tl.uint32), low, high)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     if BY_COLUMN:
         words = tl.reshape(tl.permute(tl.reshape(words, (N // 4, D_V, 4)), (1, 0, 2)), (D_V, N))
+    if BANDS > 1:
+        words = tl.reshape(tl.permute(tl.reshape(words, (16 // RUN, BANDS, RUN, N)), (1, 0, 2, 3)), (D_V, N))
     return words

@@ -92,7 +92,8 @@ def window_kernel(
     pieces. The rest as in `scan_triton._launches`.
 
     Slot and origin are numbers that the compiler cannot know: otherwise it computes the addresses of the copies, and the
-    first rounds of Philox, once for all pieces and holds them in registers, of which there are too few.
+    first rounds of Philox, once for all pieces and holds them in registers, of which there are too few. No read depends on a
+    branch: the compiler may then fetch a piece ahead. A last, unfinished window is folded like the others, and not kept.
 
     A state is a tuple of SLICES tiles `[D_V, N]` along d_k: what one cast needs is then alive for one slice at a time. The
     read copy is needed once, by the product with the next piece's q: that is formed as soon as the copy is, so that (but in
@@ -120,79 +121,96 @@ def window_kernel(
         read += (tl.load(read_ptr + state + s * N, mask=inside, other=0.0),)
     # The row of the next piece is loaded a piece ahead: what a piece loads waits for no table.
     first, stop, kind, position, slot, origin = _table(piece_ptr, 0, pieces)
-    from_read = tl.zeros((L, D_V), dtype=tl.float32)
+    # Products are batched over bands of 16 rows, one per warp: what a warp reads of the state it has made itself.
+    BANDS: tl.constexpr = D_V // 16
+    column = part * D_V + tl.arange(0, BANDS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    from_read = tl.zeros((BANDS, L, 16), dtype=tl.float32)
     for s in tl.static_range(SLICES):
         q = _piece_slice(q_ptr, q_token, first, stop, s, d_k, N, L)
-        from_read += _dot(q, tl.trans(read[s]), EXACT, False, PRECISION)
+        from_read += _readout(q, read[s], EXACT, PRECISION)
     for p in range(pieces):
         first_next, stop_next, kind_next, position_next, slot_next, origin_next = _table(piece_ptr, p + 1, pieces)
+        k, q_next = (), ()
+        for s in tl.static_range(SLICES):
+            k += (_piece_slice(k_ptr, k_token, first, stop, s, d_k, N, L),)
+            q_next += (_piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L),)
         live = first + t < stop
         token = (first + t).to(tl.int64)
         at = ((member * pieces + p).to(tl.int64) * heads + head) * L
-        in_piece = live[:, None] & in_v[None, :]
-        v = tl.load(v_ptr + token[:, None] * v_token + i[None, :], mask=in_piece, other=0.0).to(tl.float32)
+        in_piece = live[None, :, None] & (column < d_v)
+        v = tl.load(v_ptr + token[None, :, None] * v_token + column, mask=in_piece, other=0.0).to(tl.float32)
         mix = tl.load(mix_ptr + at * L + t[:, None] * L + t[None, :])
-        from_start = tl.load(from_start_ptr + at + t)
-        o = from_read * from_start[:, None] + _dot(mix, v, False, EXACT, PRECISION)
-        tl.store(o_ptr + token[:, None] * (heads * d_v) + i[None, :], o, mask=in_piece)
-        if LONG or kind > 0:
-            to_end = tl.load(to_end_ptr + at + t)
-            gate = tl.load(from_start_ptr + at + L - 1)
-            values = tl.trans(v)
-            fold, running = (), ()
+        from_start, to_end = tl.load(from_start_ptr + at + t), tl.load(to_end_ptr + at + t)
+        gate = tl.load(from_start_ptr + at + L - 1)
+        o = from_read * from_start[None, :, None] + _dot(_banded(mix, BANDS), v, False, EXACT, PRECISION)
+        tl.store(o_ptr + token[None, :, None] * (heads * d_v) + column, o, mask=in_piece)
+        values = tl.permute(v, (0, 2, 1))
+        fold, running = (), ()
+        for s in tl.static_range(SLICES):
+            delta = _dot(values, _banded(k[s].to(tl.float32) * to_end[:, None], BANDS), EXACT, False, PRECISION)
+            delta = tl.reshape(delta, (D_V, N))
+            fold += (tl.fma(tl.zeros_like(delta) + gate, recurrence[s], delta),)
+            if LONG:
+                running += (tl.fma(tl.zeros_like(delta) + gate, read[s], delta),)
+        if LONG and kind == 0:
+            recurrence = fold
+            read = running
+            from_read = tl.zeros_like(from_read)
             for s in tl.static_range(SLICES):
-                k = _piece_slice(k_ptr, k_token, first, stop, s, d_k, N, L)
-                delta = _dot(values, k * to_end[:, None], EXACT, False, PRECISION)
-                fold += (tl.fma(tl.zeros_like(delta) + gate, recurrence[s], delta),)
-                if LONG:
-                    running += (tl.fma(tl.zeros_like(delta) + gate, read[s], delta),)
-            if LONG and kind == 0:
-                recurrence = fold
-                read = running
-                from_read = tl.zeros_like(from_read)
+                from_read += _readout(q_next[s], read[s], EXACT, PRECISION)
+        else:
+            # A shared copy is what the fold was made from: its last token has read the fold already.
+            if READS_FOLD and not SHARED:
+                last = (stop - 1).to(tl.int64)
+                _store_readout(fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v & (kind > 0), d_k, N, SLICES)
+            state = _state(slot, place, heads, head, i, d_v, d_k, N)
+            if slot >= 0:
+                _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
+            at_row, when = part * D_V + origin, position - padding  # of the noise
+            largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
+            source = fold
+            if CHAINED:
+                source = ()
                 for s in tl.static_range(SLICES):
-                    q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
-                    from_read += _dot(q, tl.trans(read[s]), EXACT, False, PRECISION)
-            else:
-                # A shared copy is what the fold was made from: its last token has read the fold already.
-                if READS_FOLD and not SHARED:
-                    last = (stop - 1).to(tl.int64)
-                    _store_readout(fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v, d_k, N, SLICES)
-                state = _state(slot, place, heads, head, i, d_v, d_k, N)
+                    source += (_cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),)
+            largest_read = _largest(source, kind, READ_CAST, SLICES)
+            recurrence, copy = (), ()
+            from_read = tl.zeros_like(from_read)
+            for s in tl.static_range(SLICES):
+                if SHARED:
+                    x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
+                else:
+                    x = _cast(source[s], s, largest_read, kind, seed, when, key | 1, document, at_row, d_k, READ_CAST)
+                from_read += _readout(q_next[s], x, EXACT, PRECISION)
+                inside = in_v[:, None] & (j + s * N < d_k)[None, :]
                 if slot >= 0:
-                    _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
-                at_row, when = part * D_V + origin, position - padding  # of the noise
-                largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
-                source = fold
-                if CHAINED:
-                    source = ()
-                    for s in tl.static_range(SLICES):
-                        source += (_cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),)
-                largest_read = _largest(source, kind, READ_CAST, SLICES)
-                recurrence, copy = (), ()
-                from_read = tl.zeros_like(from_read)
-                for s in tl.static_range(SLICES):
-                    if SHARED:
-                        x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
-                    else:
-                        x = _cast(source[s], s, largest_read, kind, seed, when, key | 1, document, at_row, d_k, READ_CAST)
-                    q = _piece_slice(q_ptr, q_token, first_next, stop_next, s, d_k, N, L)
-                    from_read += _dot(q, tl.trans(x), EXACT, False, PRECISION)
-                    inside = in_v[:, None] & (j + s * N < d_k)[None, :]
-                    if slot >= 0:
-                        tl.store(read_ptr + state + s * N, x, mask=inside)
-                    if LONG:
-                        copy += (x,)
-                    if CHAINED:
-                        x = source[s]
-                    elif not SHARED:
-                        x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
-                    recurrence += (x,)
-                    if slot >= 0:
-                        tl.store(recurrence_ptr + state + s * N, x, mask=inside)
+                    tl.store(read_ptr + state + s * N, x, mask=inside)
                 if LONG:
-                    read = copy
+                    copy += (x,)
+                if CHAINED:
+                    x = source[s]
+                elif not SHARED:
+                    x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
+                recurrence += (x,)
+                if slot >= 0:
+                    tl.store(recurrence_ptr + state + s * N, x, mask=inside)
+            if LONG:
+                read = copy
         first, stop, kind, position, slot, origin = first_next, stop_next, kind_next, position_next, slot_next, origin_next
+
+
+@triton.jit
+def _banded(x, BANDS: tl.constexpr):
+    """The same matrix for every band."""
+    return tl.broadcast_to(x[None, :, :], (BANDS, x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def _readout(q, state, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """q `[L, N]` times a slice `[D_V, N]` of the state: `[BANDS, L, 16]`."""
+    BANDS: tl.constexpr = state.shape[0] // 16
+    bands = tl.permute(tl.reshape(state, (BANDS, 16, state.shape[1])), (0, 2, 1))
+    return _dot(_banded(q.to(tl.float32), BANDS), bands, EXACT, False, PRECISION)
 
 
 @triton.jit
@@ -234,34 +252,39 @@ def token_kernel(
     state = (place * heads + head) * d_v * d_k
     q_ptr += row * q_row + group * d_k
     k_ptr += row * k_row + group * d_k
-    v_ptr += row * v_row + head * d_v
-    o_ptr += (row * tokens * heads + head) * d_v
+    WHOLE: tl.constexpr = d_v % D_V == 0 and d_k == N * SLICES
     recurrence = ()
     for s in tl.static_range(SLICES):
-        recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN),)
+        recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN, WHOLE),)
+    at = _state(0, place, heads, head, i, d_v, d_k, N)
+    v_ptr += row * v_row + head * d_v + i
+    o_ptr += (row * tokens * heads + head) * d_v + i
     beta_ptr += row * tokens * heads + head
     decay_ptr += row * tokens * heads + head
-    _, _, _, position, slot, origin = _table(piece_ptr, 0, pieces)
-    decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr + i, mask=in_v, other=0.0)
+    first = tl.load(piece_ptr + 3) - padding  # position of the first token's noise
+    decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
     for p in range(pieces):
-        # What is small is loaded a token ahead.
-        _, _, _, position_next, slot_next, origin_next = _table(piece_ptr, p + 1, pieces)
-        token, following = (0 * pieces + p).to(tl.int64), tl.minimum(p + 1, pieces - 1).to(tl.int64)
+        unknown = (0 * pieces + p) >> 30  # zero, but the compiler does not know: see below
         gate, u = tl.exp(decay), beta * v.to(tl.float32)
-        decay, beta = tl.load(decay_ptr + following * heads), tl.load(beta_ptr + following * heads)
-        v = tl.load(v_ptr + following * v_token + i, mask=in_v, other=0.0)
+        # What is small is loaded a token ahead.
+        ahead = tl.where(pieces > p + 1, 1, 0)
+        decay_ptr += ahead * heads
+        beta_ptr += ahead * heads
+        v_ptr += ahead * v_token
+        decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
         fold, terms = (), tl.zeros_like(recurrence[0])
         for s in tl.static_range(SLICES):
-            k = _load_rows(k_ptr + token * k_token, 0, i, in_v, s, d_k, N, BY_COLUMN).to(tl.float32)
-            q = _load_rows(q_ptr + token * q_token, 0, i, in_v, s, d_k, N, BY_COLUMN).to(tl.float32)
+            k = _load_rows(k_ptr, 0, i, in_v, s, d_k, N, BY_COLUMN, WHOLE).to(tl.float32)
+            q = _load_rows(q_ptr, 0, i, in_v, s, d_k, N, BY_COLUMN, WHOLE).to(tl.float32)
             fold += (tl.fma(tl.broadcast_to(u[:, None], k.shape), k, gate * recurrence[s]),)
             terms = tl.fma(fold[s], q, terms)
         o = tl.sum(terms, axis=1)
-        tl.store(o_ptr + token * (heads * d_v) + i, o, mask=in_v)
-        if slot >= 0:
-            at = _state(slot, place, heads, head, i, d_v, d_k, N)
-            _store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
-        at_row, when = part * D_V + origin, position - padding  # of the noise
+        tl.store(o_ptr, o, mask=in_v)
+        q_ptr += q_token
+        k_ptr += k_token
+        o_ptr += heads * d_v
+        # Of the noise. Small programs have the registers to keep its first rounds, which depend on the element only.
+        at_row, when = part * D_V if BY_COLUMN else part * D_V + unknown, first + p
         if BY_COLUMN and has_short_cast(RECURRENCE_CAST):
             largest, smallest = tl.abs(fold[0]), tl.abs(fold[0])
             for s in tl.static_range(1, SLICES):
@@ -273,26 +296,44 @@ def token_kernel(
                 bits = largest.to(tl.int32, bitcast=True)
                 recurrence = _cast_slices(fold, bits, True, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
             else:
-                recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+                # Rare: one element decides, and the other slices still go the short way. Made of the unknown zero, so that
+                # the compiler computes nothing of it ahead of the branch, for both ways.
+                hidden = ()
+                for s in tl.static_range(SLICES):
+                    hidden += ((fold[s].to(tl.int32, bitcast=True) ^ unknown).to(tl.float32, bitcast=True),)
+                bits = _largest(hidden, 2, RECURRENCE_CAST, SLICES)
+                recurrence = ()
+                for s in tl.static_range(SLICES):
+                    noise = _noise(seed, when, key, document, at_row + unknown, s, d_k, D_V, N, RECURRENCE_CAST, BY_COLUMN)
+                    if ordinary(largest, tl.min(tl.abs(hidden[s]), axis=1), RECURRENCE_CAST):
+                        x = cast_slice(hidden[s], noise, bits, True, RECURRENCE_CAST)
+                    else:
+                        x = cast_slice(hidden[s], noise, bits, False, RECURRENCE_CAST)
+                    recurrence += (x,)
         else:
             recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
-        if slot >= 0:
-            at = _state(slot, place, heads, head, i, d_v, d_k, N)
-            _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
+        if pieces == p + 1:
+            _store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
             if not SHARED:
                 source = recurrence if CHAINED else fold
-                recurrence = _cast_token(source, seed, when, key | 1, document, at_row, d_k, READ_CAST, SLICES, BY_COLUMN)
-            _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
-        position, slot, origin = position_next, slot_next, origin_next
+                read = _cast_token(source, seed, when, key | 1, document, at_row, d_k, READ_CAST, SLICES, BY_COLUMN)
+                _store_state(read_ptr + at, read, in_v, d_k, N, SLICES)
+    _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
+    if SHARED:
+        _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
 
 
 @triton.jit
-def _load_rows(base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr):
-    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all of them."""
+def _load_rows(base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr):
+    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all of them. WHOLE: nothing lies outside."""
     if BY_COLUMN:
         # With the vectors of 4 on an axis of their own, threads are laid along d_v before d_k.
         j = 0 * i[:, None, None] + 4 * tl.arange(0, N // 4)[None, :, None] + tl.arange(0, 4)[None, None, :] + s * N
-        x = tl.load(base + i[:, None, None] * stride + j, mask=in_v[:, None, None] & (j < d_k), other=0.0)
+        at = base + i[:, None, None] * stride + j
+        if WHOLE:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, mask=in_v[:, None, None] & (j < d_k), other=0.0)
         x = tl.reshape(x, (i.shape[0], N))
     else:
         j = 0 * i[:, None] + tl.arange(0, N)[None, :] + s * N
@@ -305,7 +346,7 @@ def _piece_slice(x_ptr, stride, first, stop, s, d_k: tl.constexpr, N: tl.constex
     """Slice s of q or k of tokens [first, stop), `[L, N]`, zero past the end."""
     t, j = tl.arange(0, L), tl.arange(0, N) + s * N
     inside = (first + t < stop)[:, None] & (j < d_k)[None, :]
-    return tl.load(x_ptr + (first + t).to(tl.int64)[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + (first + t).to(tl.int64)[:, None] * stride + j[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

@@ -82,23 +82,24 @@ class Tiles:
     warps: int
     by_column: bool = False
     registers: int | None = None  # a lower limit per thread lets more programs run at once
+    stages: int = 1
 
 
 def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
-    """One program per head only where a scale spans it; otherwise small programs, which wait for each other least."""
+    """One program per head only where a scale spans it; a warp for every band of 16 rows. Measured: reports/performance/notes.md."""
     per_head = any(spans_head(cast) for cast in rounded[:2])
     block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
     whole = max(block, triton.next_power_of_2(d_k))
-    if per_head:
-        height, width = max(16, triton.next_power_of_2(d_v)), max(block, min(whole, 32))
-        return Tiles(height, width, -(-d_k // width), 1, max(1, min(8, height * whole // 2048)))
-    if single:
+    rows = max(16, triton.next_power_of_2(d_v))
+    if single and not per_head:  # bound by noise: small programs, of which the first rounds of Philox stay in registers
         width = max(block, min(whole, 32))
-        return Tiles(8, width, -(-d_k // width), -(-d_v // 8), 1, True, 128)
-    if any(cast[0] and cast[12] for cast in rounded[:2]):  # noise needs registers, narrow tiles fewer of them at a time
-        width = max(block, min(whole, 32))
-        return Tiles(16, width, -(-d_k // width), -(-d_v // 16), 1, False, 168)
-    return Tiles(16, whole, 1, -(-d_v // 16), 1)
+        return Tiles(4, width, -(-d_k // width), -(-d_v // 4), 1, True)
+    noisy = any(cast[0] and cast[12] for cast in rounded[:2])
+    height = rows if per_head else 16 if noisy else min(rows, 32)
+    width = max(block, min(whole, 32 if single else 128 if noisy and not per_head else 64))
+    # What draws no noise waits for memory: read a piece ahead, more programs at once.
+    registers, stages = (None, 1) if noisy or per_head else (168, 2)
+    return Tiles(height, width, -(-d_k // width), -(-d_v // height), height // 16, False, registers, stages)
 
 
 def _launches(
@@ -146,7 +147,7 @@ def _launches(
         common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
         shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
-        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
+        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": tiles.stages, "enable_fp_fusion": False}
         if by_token:
             VARIANTS.add(("token", found, d_v, d_k, v.dtype))
             _start(token_kernel, grid, queries, keys, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
