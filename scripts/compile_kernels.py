@@ -1,7 +1,10 @@
-"""Compile the scan kernel for a GPU that need not be here: finds what the interpreter cannot, and what spills.
+"""Compile the scan kernels for a GPU that need not be here: finds what the interpreter cannot, and what spills.
+
+Kernels are specialised as a real call on such a GPU would specialise them; nothing is launched.
 
 python scripts/compile_kernels.py                           # a handful of schemes for Hopper (sm_90)
 python scripts/compile_kernels.py --arch 100 --scheme fp8@1 --head 64x128
+python scripts/compile_kernels.py --scheme fp32@20 --dtype float32 --head 10x12
 """
 
 import argparse
@@ -14,59 +17,45 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # decides at import whether kernels are compiled at all
 
+import torch
 import triton
 from replayssm_emulation import parse_scheme
-from replayssm_kernels.scan_kernels import token_kernel, window_kernel
-from replayssm_kernels.scan_triton import PIECE, specialisation, tiles_of
+from replayssm_kernels import Row, replay_scan, scan_triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-SCHEMES = ("fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "mxfp4-sr/int8@16", "nvfp4-4over6@16")
-_POINTERS = {
-    "q_ptr": "*bf16",
-    "k_ptr": "*bf16",
-    "v_ptr": "*bf16",
-    "row_ptr": "*i32",
-    "place_ptr": "*i32",
-    "padding_ptr": "*i32",
-    "piece_ptr": "*i32",
-    "seed_ptr": "*i64",
-    "document_ptr": "*i64",
-}
+SCHEMES = ("fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "mxfp4-sr/int8@16", "nvfp4-4over6@16", "fp16-rn@20")
 
 
-def compile_scan(name: str, d_v: int, d_k: int, arch: int):
-    """The compiled kernel of one scheme; the constants are those of `scan_triton`, for bf16 inputs."""
-    scheme = parse_scheme(name)
-    found = specialisation(scheme, d_v, d_k)
-    if found is None:
-        raise SystemExit(f"{name}: the kernel cannot run this scheme on heads of {d_v} x {d_k}")
-    recurrence, read, shared, chained, reads_fold = found
-    single = scheme.window == 1 and reads_fold
-    tiles = tiles_of(found, single, d_v, d_k)
-    constants = {
-        "d_v": d_v, "d_k": d_k, "D_V": tiles.height, "N": tiles.width, "SLICES": tiles.slices,
-        "RECURRENCE_CAST": recurrence, "READ_CAST": read, "SHARED": shared, "CHAINED": chained,
-    }  # fmt: skip
-    if single:
-        kernel, constants = token_kernel, {**constants, "BY_COLUMN": tiles.by_column}
-    else:
-        kernel = window_kernel
-        constants |= {"L": PIECE, "READS_FOLD": reads_fold, "LONG": False, "EXACT": True, "PRECISION": "tf32x2"}
-    names = kernel.arg_names
-    kinds = {n: _POINTERS.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
-    if single:
-        kinds |= {"q_ptr": "*fp32", "k_ptr": "*fp32"}
-    signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-    aligned = [n for n in names if n.endswith(("_ptr", "_row", "_token"))]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
-    options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+class AbsentGpu:
+    """What Triton asks a driver before it compiles."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype) -> list:
+    """The compiled kernels of one scheme: two heads of one group, 8 windows."""
+    scheme, kernels = parse_scheme(name), []
+
+    def collect(kernel, grid, *args, **kwargs):
+        kernels.append(kernel.warmup(*args, grid=grid, **kwargs))
+
+    scan_triton._start = collect
+    tokens = 8 * scheme.window
+    q, k = torch.zeros(2, 1, tokens, 1, d_k, dtype=dtype)
+    v = torch.zeros(1, tokens, 2, d_v, dtype=dtype)
+    beta, log_decay = torch.zeros(2, 1, tokens, 2)
+    replay_scan(q, k, v, beta, log_decay, [Row(scheme)], None, layer=0, backend="triton")
+    return kernels
 
 
 def resources(cubin: bytes) -> str:
@@ -79,7 +68,7 @@ def resources(cubin: bytes) -> str:
         file.flush()
         text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return f"{found[1]} registers, {found[2]} B stack" if found else "unknown"
+    return f"{found[1]:>3} registers, {found[2]:>4} B stack" if found else "unknown"
 
 
 def main() -> None:
@@ -87,13 +76,18 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability x 10")
     parser.add_argument("--scheme", action="append")
     parser.add_argument("--head", default="64x128", help="d_v x d_k")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of q, k and v")
     args = parser.parse_args()
+    triton.runtime.driver.set_active(AbsentGpu(args.arch))
     d_v, d_k = (int(n) for n in args.head.split("x"))
     for name in args.scheme or SCHEMES:
         started = time.perf_counter()
-        kernel = compile_scan(name, d_v, d_k, args.arch)
+        kernels = compile_scan(name, d_v, d_k, getattr(torch, args.dtype))
         took = time.perf_counter() - started
-        print(f"{name:20} {args.head}  {took:5.1f} s  {kernel.metadata.shared:7} B shared  {resources(kernel.asm['cubin'])}")
+        for kernel in kernels:
+            what = f"{kernel.metadata.shared:6} B shared  {resources(kernel.asm['cubin'])}"
+            print(f"{name:20} {args.head}  {kernel.metadata.name:15} {kernel.metadata.num_warps} warps  {what}")
+        print(f"{name:20} compiled in {took:.1f} s")
 
 
 if __name__ == "__main__":

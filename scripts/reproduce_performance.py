@@ -44,6 +44,7 @@ def kl(folder: Path, name: str, arguments: list[str], schemes: list[str]) -> dic
     _, seconds = run(["kl", *arguments, "--tokens", str(TOKENS), *flags, "--output", str(run_folder), "--overwrite", "--quiet"])
     result = json.loads((run_folder / "kl.json").read_text())
     result["provenance"]["wall_s"] = round(seconds, 1)
+    result["provenance"]["command"] = result["provenance"]["command"].replace(str(folder), "OUT")
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
     made = result["provenance"]
     print(

@@ -82,7 +82,7 @@ class Tiles:
     warps: int
     by_column: bool = False
     registers: int | None = None  # a lower limit per thread lets more programs run at once
-    stages: int = 1
+    stages: int = 1  # 2 reads a piece ahead; Triton 3.6 cannot compile that for windows of several pieces
 
 
 def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
@@ -93,7 +93,8 @@ def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
     rows = max(16, triton.next_power_of_2(d_v))
     if single and not per_head:  # bound by noise: small programs, of which the first rounds of Philox stay in registers
         width = max(block, min(whole, 32))
-        return Tiles(4, width, -(-d_k // width), -(-d_v // 4), 1, True)
+        height = max(4, 128 // width)  # four elements a thread at least: none is held twice
+        return Tiles(height, width, -(-d_k // width), -(-d_v // height), 1, True)
     noisy = any(cast[0] and cast[12] for cast in rounded[:2])
     height = rows if per_head else 16 if noisy else min(rows, 32)
     width = max(block, min(whole, 32 if single else 128 if noisy and not per_head else 64))
@@ -130,7 +131,7 @@ def _launches(
         found = specialisation(row.scheme, d_v, d_k)
         assert found is not None, row.scheme
         alike.setdefault(found, []).append(place)
-    precision = "ieee" if device.type == "cpu" else "tf32x2"
+    precision = "ieee" if triton.knobs.runtime.interpret else "tf32x2"
     fold = torch.empty_like(group.recurrence)
 
     def launch(found: tuple, members: list[int], by_token: bool) -> None:
@@ -147,7 +148,7 @@ def _launches(
         common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
         shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
-        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": tiles.stages, "enable_fp_fusion": False}
+        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1 if long else tiles.stages, "enable_fp_fusion": False}
         if by_token:
             VARIANTS.add(("token", found, d_v, d_k, v.dtype))
             _start(token_kernel, grid, queries, keys, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
