@@ -6,6 +6,11 @@ Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.g
 
     python scripts/train_testbed.py --pg19 200 --output tiny-mamba2      # 200 books of PG-19's training split
 
+A testbed that answers: most rows of a batch are documents of the task `replayssm_progression` (never of its test part),
+and no layer is attention, so that what the answers depend on is in the state or nowhere:
+
+    python scripts/train_testbed.py --corpus books/ --output tiny-answers --pattern MM-MM-MM- --task-share 0.8 --context 8192 --batch 12
+
 Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
 below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
 of the slowest heads still carries the beginning of a long text.
@@ -13,6 +18,7 @@ of the slowest heads still carries the beginning of a long text.
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import platform
@@ -21,7 +27,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from replayssm_tasks.progression import LENGTHS, training_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedTokenizerFast
 from transformers.models.nemotron_h import modeling_nemotron_h
 
@@ -62,17 +70,17 @@ def train_tokenizer(texts, vocab_size):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
-def build_model(vocab_size):
-    """About 4.1M parameters (8 MiB in bf16): six Mamba-2 layers of 8 heads x 64 x 64, one attention layer, two MLPs."""
+def build_model(vocab_size, pattern, hidden):
+    """By default about 4.1M parameters (8 MiB in bf16): six Mamba-2 layers of 8 heads x 64 x 64, one attention layer, two MLPs."""
     config = NemotronHConfig(
         vocab_size=vocab_size,
-        hidden_size=256,
-        hybrid_override_pattern="MM-MM*MM-",
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        hybrid_override_pattern=pattern,
+        intermediate_size=hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 128),
         head_dim=64,
-        mamba_num_heads=8,
+        mamba_num_heads=hidden // 32,
         mamba_head_dim=64,
         ssm_state_size=64,
         n_groups=1,
@@ -87,6 +95,39 @@ def build_model(vocab_size):
         pad_token_id=0,
     )
     return NemotronHForCausalLM(config)
+
+
+class Rows(IterableDataset):
+    """Rows of inputs and targets `[context]`, for ever: a span of the books, or with probability `share` documents of the task.
+
+    A document's prompt cannot be foretold: its targets are -100, which the loss leaves out.
+    """
+
+    def __init__(self, tokens, tokenizer, context, share, longest, seed):
+        self.tokens, self.tokenizer, self.context, self.share, self.longest, self.seed = tokens, tokenizer, context, share, longest, seed
+
+    def __iter__(self):
+        worker = get_worker_info()
+        seed = 1000 * self.seed + (worker.id if worker else 0)
+        generator = torch.Generator().manual_seed(seed)
+        documents = training_text(1 << 40, seed, (LENGTHS[0], self.longest))
+        while True:
+            if torch.rand((), generator=generator) < self.share:
+                yield self.of_task(documents)
+            else:
+                start = torch.randint(0, len(self.tokens) - self.context - 1, (), generator=generator)
+                span = self.tokens[start : start + self.context + 1].long()
+                yield span[:-1], span[1:]
+
+    def of_task(self, documents):
+        ids, targets = [], []
+        while len(ids) <= self.context:
+            for text, one in ((t, self.tokenizer(t)["input_ids"]) for t in itertools.islice(documents, 8)):
+                prompt = text.index("=") + 1
+                assert len(one) == len(text), "every character of the task must be one token"
+                ids += [*one, self.tokenizer.eos_token_id]
+                targets += [-100] * prompt + [*one[prompt:], self.tokenizer.eos_token_id]
+        return torch.tensor(ids[: self.context]), torch.tensor(targets[1 : self.context + 1])
 
 
 @torch.no_grad()
@@ -123,11 +164,11 @@ def scan_outside_autocast(scan):
     return chunk_scan
 
 
-def learning_rate(step, steps, peak, warmup):
-    """Linear warm-up, then cosine to a tenth of the peak."""
+def learning_rate(step, steps, peak, warmup, spent):
+    """Linear warm-up, then cosine to a tenth of the peak, by the share of the steps or of the time that is spent."""
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
+    progress = min(1.0, max((step - warmup) / max(1, steps - warmup), spent))
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
@@ -140,10 +181,16 @@ def main():
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--context", type=int, default=16384, help="tokens per training sequence")
     parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--pattern", default="MM-MM*MM-", help="layers: M Mamba-2, * attention, - MLP")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression")
+    parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the task's longest answer")
+    parser.add_argument("--workers", type=int, default=4, help="processes that make batches")
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after the step that ends past this; the rate has then fallen to its end")
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
 
@@ -161,7 +208,7 @@ def main():
     characters = sum(map(len, books.values()))
     print(f"{len(books)} books, {characters:,} characters, {len(tokens):,} tokens", flush=True)
 
-    model = build_model(len(tokenizer)).to(device)
+    model = build_model(len(tokenizer), args.pattern, args.hidden).to(device)
     set_long_memory(model, generator)
     modeling_nemotron_h.mamba2_chunk_scan = scan_outside_autocast(modeling_nemotron_h.mamba2_chunk_scan)
     parameters = sum(p.numel() for p in model.parameters())
@@ -178,37 +225,48 @@ def main():
         {"params": memory, "weight_decay": 0.0, "speed": MEMORY_SPEED},
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device == "cuda")
-    tokens = tokens.to(device)
-    span = torch.arange(args.context + 1, device=device)
+    loader = DataLoader(
+        Rows(tokens, tokenizer, args.context, args.task_share, args.longest, args.seed),
+        batch_size=args.batch,
+        num_workers=args.workers,
+        pin_memory=device == "cuda",
+        worker_init_fn=lambda worker: torch.set_num_threads(1),
+    )
 
-    def loss_of(batch):
-        with torch.autocast(device, dtype=torch.bfloat16):
-            hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
+    def loss_of(inputs, targets):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
             logits = model.lm_head(hidden)
-        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        missed = (logits.detach().argmax(-1) != targets) & (targets >= 0)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), missed
 
     step_loss = loss_of if args.no_compile else torch.compile(loss_of)
     log, started, smoothed = [], time.time(), None
     model.train()
-    for step in range(args.steps):
-        starts = torch.randint(0, len(tokens) - args.context - 1, (args.batch,), generator=generator).to(device)
-        loss = step_loss(tokens[starts[:, None] + span].long())
+    for step, (inputs, targets) in zip(range(args.steps), loader, strict=False):
+        loss, missed = step_loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = group["speed"] * learning_rate(step, args.steps, args.lr, args.warmup)
+            group["lr"] = group["speed"] * learning_rate(step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 20 == 0 or step == args.steps - 1:
+        last = step == args.steps - 1 or time.time() - started > 60 * args.minutes
+        if step % 20 == 0 or last:
             value = loss.item()
             if not math.isfinite(value):
                 raise SystemExit(f"step {step}: loss is {value}")
             smoothed = value if smoothed is None else 0.8 * smoothed + 0.2 * value
-            log.append(
-                {"step": step, "loss": round(value, 4), "grad_norm": round(norm.item(), 3), "seconds": round(time.time() - started, 1)}
-            )
-            if step % 100 == 0 or step == args.steps - 1:
-                print(f"step {step} loss {smoothed:.3f} {log[-1]['seconds']} s", flush=True)
+            line = {"step": step, "loss": round(value, 4), "grad_norm": round(norm.item(), 3), "seconds": round(time.time() - started, 1)}
+            answers = (targets < 0).any(1)  # rows of the task
+            if answers.any():
+                of_task = missed.cpu()[answers].sum() / (targets[answers] >= 0).sum()
+                line["missed"] = round(of_task.item(), 6)  # share of the answers' symbols
+            log.append(line)
+            if step % 100 == 0 or last:
+                print(f"step {step} loss {smoothed:.3f} missed {line.get('missed', '-')} {line['seconds']} s", flush=True)
+        if last:
+            break
 
     model = model.to(torch.bfloat16).cpu()
     model.save_pretrained(output)
