@@ -4,6 +4,7 @@ Every arm keeps its own folder and samples_TASK.jsonl: lm-eval's rows and, of ea
 tokens (thinking included), the stop reason and whether it ended in a loop. `quartiles` makes the comparison from them.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from replayssm_emulation import Scheme, UsageError, parse_scheme
 
-from .models import Loaded, load, location_of
+from .models import Loaded, load, location_of, weights_digest
 from .results import check_output, code_digest, jsonable, write_atomic
 
 DEFAULT_SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
@@ -173,11 +174,18 @@ def _answer(
     arm: Arm, options: AccuracyOptions, tasks: Mapping[str, Any], folder: Path, loaded: Loaded, anew: bool, say: Callable[[str], None]
 ) -> None:
     """All documents of an arm that its files do not hold yet, block by block."""
+    import replayssm_tasks
+
     from .lm_backend import ReplayLM
 
-    settings = jsonable(
-        {**asdict(options), "schemes": str(arm.scheme), "arm": arm.name, "batch_size": arm.batch_size, "code": code_digest()}
-    )
+    own = {"schemes": str(arm.scheme), "arm": arm.name, "batch_size": arm.batch_size}
+    # A name can come to stand for other weights or other documents.
+    meant = {
+        "code": code_digest(replayssm_tasks),
+        "weights": weights_digest(loaded.model),
+        "documents": {name: _documents_digest(task) for name, task in tasks.items()},
+    }
+    settings = jsonable({**asdict(options), **own, **meant})
     settings.pop("limit")  # more documents of the same run are no other run
     kept = folder / "arm.json"
     if anew:
@@ -216,6 +224,10 @@ def _answer(
                 say(f"{arm.name}: {name} {start + len(indices[start : start + block])}/{len(indices)}")
     finally:
         lm.close()
+
+
+def _documents_digest(task: Any) -> str:
+    return hashlib.sha256(json.dumps(list(task.eval_docs), default=str).encode()).hexdigest()
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

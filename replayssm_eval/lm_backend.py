@@ -16,6 +16,7 @@ from replayssm_kernels import Row
 from replayssm_tasks import reopen_thinking
 from torch import Tensor
 
+from .decoding import decode
 from .models import Loaded, load, location_of
 from .session import attach
 
@@ -123,7 +124,7 @@ class ReplayLM(HFLM):
             ]
         )
         with torch.inference_mode():
-            output = super()._model_generate(context, max_length, stop, **kwargs)
+            output = super()._model_generate(context, max_length, stop, custom_generate=decode, **kwargs)
         for document, row in zip(documents, output[:, context.shape[1] :].tolist(), strict=True):
             self.generations[document] = self._generation(row, stop)
         return output

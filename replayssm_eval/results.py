@@ -12,6 +12,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from replayssm_emulation import UsageError
@@ -84,14 +85,14 @@ def check_output(output: Path, overwrite: bool, resume: bool | None) -> None:
         raise UsageError(f"{output} already holds a run: pass {advice} another --output")
 
 
-def code_digest() -> str:
-    """SHA-256 of the sources that compute numbers: a run is not resumed by other code."""
+def code_digest(*more: ModuleType) -> str:
+    """SHA-256 of the sources that compute numbers, those of further packages too: a run is not resumed by other code."""
     import replayssm_emulation
     import replayssm_kernels
 
     digest = hashlib.sha256()
-    for package in (Path(__file__), Path(replayssm_emulation.__file__), Path(replayssm_kernels.__file__)):
-        for path in sorted(package.parent.rglob("*.py")):
+    for package in (__file__, *(str(module.__file__) for module in (replayssm_emulation, replayssm_kernels, *more))):
+        for path in sorted(p for p in Path(package).parent.rglob("*") if p.suffix in (".py", ".yaml")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -12,7 +12,7 @@ import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import Carry, Group, Row, choose_backend, compile_only, replay_scan
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from .attention import without_dense_masks
 from .families import family_of
@@ -195,6 +195,13 @@ class Session:
             missing = sorted(set(self.layers) - set(scanned)) or scanned
             raise RunError(f"state hook did not run exactly once in layers {missing}: another kernel bypasses the recurrence functions")
 
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Batch row i goes on as row rows[i] was; rows may be left out, or repeated (beams: their noise is then the same)."""
+        self.rows = [self.rows[i] for i in rows]
+        for carry in self._carries.values():
+            carry.reorder(rows)
+        self._finite = {layer: finite[torch.tensor(rows, device=finite.device)] for layer, finite in self._finite.items()}
+
     def start(self, rows: Sequence[Row]) -> None:
         """Forget every state and go on with these rows: the next forward pass must begin a new sequence."""
         self.rows = list(rows)
@@ -272,8 +279,13 @@ def attach(
     unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))
-        for name, function in {**family.patches(session), **_mask_patch(model), "_replayssm_session": session}.items():
+        for name, function in {**family.patches(session), "_replayssm_session": session}.items():
             _set_until_exit(stack, module, name, function)
+        if _without_attention(model):
+            # Such a class fails to size a mask that no layer reads, and `generate` to ask its cache for a length.
+            _set_until_exit(stack, module, "create_causal_mask", lambda *args, **kwargs: None)
+            _set_until_exit(stack, Cache, "get_seq_length", lambda cache, layer_idx=0: session.tokens)
+        _set_until_exit(stack, Cache, "reorder_cache", _reorder_with(session, Cache.reorder_cache))
         for layer, mixer in mixers.items():
             hook = mixer.register_forward_pre_hook(lambda *_, layer=layer: session._begin(layer))
             stack.callback(hook.remove)
@@ -294,16 +306,26 @@ def _set_until_exit(stack: ExitStack, module: Any, name: str, value: Any) -> Non
     elif name.startswith("_replayssm"):
         stack.callback(delattr, module, name)
     else:
-        raise RunError(f"{module.__name__} of transformers {transformers.__version__} has no {name}: this version is not supported")
+        raise RunError(
+            f"{getattr(module, '__name__', module)} of transformers {transformers.__version__} has no {name}: this version is not supported"
+        )
     setattr(module, name, value)
 
 
-def _mask_patch(model: Any) -> dict[str, Any]:
-    """A hybrid class without attention layers fails to size a mask that no layer reads: give it none."""
+def _reorder_with(session: Session, original: Any) -> Any:
+    """`Cache.reorder_cache`, which also moves the states that live outside of the cache."""
+
+    def reorder_cache(cache: Any, beam_idx: Tensor) -> None:
+        original(cache, beam_idx)
+        session.reorder(beam_idx.tolist())
+
+    return reorder_cache
+
+
+def _without_attention(model: Any) -> bool:
+    """Whether a hybrid class was built without its attention layers."""
     kinds = getattr(model.config, "layer_types", None)
-    if model.config.model_type == "nemotron_h" and kinds and "full_attention" not in kinds:
-        return {"create_causal_mask": lambda *args, **kwargs: None}
-    return {}
+    return model.config.model_type == "nemotron_h" and kinds is not None and "full_attention" not in kinds
 
 
 def layer_devices(model: Any) -> dict[int, torch.device]:

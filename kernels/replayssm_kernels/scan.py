@@ -89,6 +89,19 @@ class Carry:
     position: int = 0
     groups: list[Group] = field(default_factory=list)
 
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Batch row i becomes what row rows[i] was; rows may be left out or repeated."""
+        for group in self.groups:
+            # By place in the group, so that rows that are cast alike stay neighbours.
+            moved = sorted((group.rows.index(old), new) for new, old in enumerate(rows) if old in group.rows)
+            group.rows = [new for _, new in moved]
+            places = torch.tensor([place for place, _ in moved], dtype=torch.int64, device=group.read.device)
+            group.recurrence, group.read, group.changed, group.zeroed = (
+                x[places] for x in (group.recurrence, group.read, group.changed, group.zeroed)
+            )
+            group.records = tuple(x[places] for x in group.records)
+        self.groups = [group for group in self.groups if group.rows]
+
     def by_row(self, attribute: str) -> list[Any]:
         """A per-row fact of the groups (flushes, changed, zeroed) in the order of the batch."""
         found = {}

@@ -148,7 +148,12 @@ def _launches(
         common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
         shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
-        options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1 if long else tiles.stages, "enable_fp_fusion": False}
+        options = {
+            "num_warps": tiles.warps,
+            "maxnreg": tiles.registers,
+            "num_stages": 1 if long else tiles.stages,
+            "enable_fp_fusion": False,
+        }
         if by_token:
             VARIANTS.add(("token", found, d_v, d_k, v.dtype))
             _start(token_kernel, grid, queries, keys, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
