@@ -1,7 +1,8 @@
 """Does it still answer? The same questions once for every scheme: a reference, a control and one arm per scheme, by lm-eval.
 
 Every arm keeps its own folder and samples_TASK.jsonl: lm-eval's rows and, of each answer, the raw text, the count of generated
-tokens (thinking included), the stop reason and whether it ended in a loop. `quartiles` makes the comparison from them.
+tokens (thinking included), the stop reason and whether it ended in a loop; a score that is no number is null, and `status`
+names it. `quartiles` makes the comparison from them.
 """
 
 import hashlib
@@ -192,7 +193,7 @@ def _answer(
         for path in (*folder.glob("samples_*.jsonl"), kept):
             path.unlink(missing_ok=True)
     if kept.exists() and json.loads(kept.read_text(encoding="utf-8")) != json.loads(json.dumps(settings)):
-        raise UsageError(f"{folder} holds answers of other options, or of other code: pass --overwrite or another --output")
+        raise UsageError(f"{folder} holds answers of other options, weights, documents or code: pass --overwrite or another --output")
     write_atomic(kept, json.dumps(settings, indent=1) + "\n")
     rows = {name: _rows(folder / f"samples_{name}.jsonl") for name in tasks}
     todo = {
@@ -263,5 +264,7 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
         if made is not None:
             text = reopen_thinking(row["arguments"][0][0], lm.tok_decode(made["ids"], skip_special_tokens=False))
             row |= {"tokens": made["tokens"], "stop": made["stop"], "raw": text, "looped": loops(text)}
+        if missing := [name for name in row["metrics"] if jsonable(row.get(name)) is None]:
+            row["status"] = f"no score: {', '.join(missing)}"
         rows.append(row)
     return rows

@@ -12,7 +12,7 @@ from .samples import Log, Row, clean, filter_of
 
 _NOT_METRICS = {
     *("doc", "target", "arguments", "doc_id", "doc_hash", "prompt_hash", "target_hash", "filter", "resps", "filtered_resps", "metrics"),
-    *("tokens", "stop", "looped", "extracted", "repeat"),
+    *("tokens", "stop", "looped", "extracted", "repeat", "raw", "status"),
 }
 _NOTHING = {"[invalid]", ""}  # lm-eval's regex filters put the first where nothing matches
 _UNIT, _LONGEST_UNIT, _COPIES = 20, 1000, 5

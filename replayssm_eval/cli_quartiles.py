@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-_WIDE = 190  # columns of a terminal that holds the whole table
+_WIDE = 202  # columns of a terminal that holds the whole table
 
 
 def register(app: typer.Typer) -> None:
@@ -85,7 +85,7 @@ def print_quartiles(result: dict[str, Any]) -> None:
     console = _console()
     columns = quartile_report.COLUMNS
     half = columns.index("cut off")
-    # On a narrow terminal 16 columns would be cut to pieces: the table comes in two halves.
+    # On a narrow terminal 17 columns would be cut to pieces: the table comes in two halves.
     parts = [range(len(columns))] if console.width >= _WIDE else [(*range(half), len(columns) - 1), (0, *range(half, len(columns) - 1))]
     for variant in result["variants"]:
         for number, part in enumerate(parts):

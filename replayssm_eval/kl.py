@@ -21,12 +21,13 @@ from . import report, stats
 from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .figure import kl_figure
+from .forward import hidden_states, hidden_states_by_token, layer_devices
 from .metrics import TokenMetrics, compare_hidden
 from .models import Loaded, load, weights_digest
 from .per_token import RowInfo, Series, parquet, stack
 from .progress import Progress, Report, silent
 from .results import SCHEMA_KL, check_output, code_digest, default_output, jsonable, provenance, write_atomic, write_json
-from .session import Session, attach, hidden_states, hidden_states_by_token, layer_devices
+from .session import Session, attach
 
 ENGINES = ("scan", "decode")
 DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")

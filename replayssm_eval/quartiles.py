@@ -150,6 +150,7 @@ def _versus(reference: Arm, arm: Arm, group: np.ndarray, averaged: bool) -> dict
         **_side(arm, group),
         "difference": float(change.mean()) if n else None,
         "difference_ci95": _interval(change, averaged),
+        "both_right": int(((arm.score == 1) & (reference.score == 1))[group].sum()) if n else None,
         "gains": gains if n else None,
         "losses": losses if n else None,
         "mcnemar_p": None if not n else sign_flip(change) if averaged else mcnemar(gains, losses),
@@ -270,6 +271,7 @@ def methods(averaged: bool) -> dict[str, str]:
     """How every number came about, in words."""
     several = "scores are means over a question's answers (or not 0 and 1): "
     return {
+        "length": "generated tokens, thinking included, where the reference records them; otherwise of its logged text, thinking as it is there",
         "bins": "questions ordered by the reference's length (median over its answers), ties by doc_hash, cut into runs whose sizes differ by at most one; lo and hi are included",
         "accuracy": "mean score; an answer that was not extracted counts as not correct; 95% Wilson score interval"
         + (" of the sum of the means" if averaged else ""),

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from decimal import Decimal
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -21,13 +22,15 @@ SCHEMA_KL = "replayssm-eval/kl@1"
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with numpy scalars and arrays as plain numbers and lists, and every non-finite number as None."""
+    """`value` with numpy scalars, arrays and decimals as plain numbers and lists, and every non-finite number as None."""
     if isinstance(value, dict):
         return {str(k): jsonable(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(v) for v in value]
     if hasattr(value, "tolist"):
         return jsonable(value.tolist())
+    if isinstance(value, Decimal):
+        return jsonable(float(value))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

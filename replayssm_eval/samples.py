@@ -4,7 +4,7 @@ lm-eval 0.4.13 with --log_samples writes samples_TASK_TIME.jsonl, one row per do
 filtered_resps, filter, metrics, doc_hash, prompt_hash, target_hash and one key per metric (its evaluator.py and
 loggers/evaluation_tracker.py). Older versions and other tools write a JSON list, unnested resps or no filter name.
 Keys of our own, each optional: tokens (generated, thinking included), stop ("eos", "stop" or "length"), looped,
-extracted, repeat. With several answers in a row they are lists, one entry per answer.
+extracted, repeat. With several answers in a row they are lists, one entry per answer. raw and status are for the reader.
 """
 
 import fnmatch

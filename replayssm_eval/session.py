@@ -1,23 +1,22 @@
 """Run schemes inside a Hugging Face model: one batch row per scheme, one set of copies per state layer."""
 
 import importlib
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Carry, Group, Row, choose_backend, compile_only, replay_scan
+from replayssm_kernels import Carry, Group, Row, choose_backend, replay_scan
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from .attention import without_dense_masks
 from .families import family_of
+from .forward import base_model
+from .probe import probe_session, probe_unpatched, rehearse
 
-_PROBE_TOKENS = (17, 23)
 _GROUP_TENSORS = ("recurrence", "read", "changed", "zeroed", "k", "v", "beta", "log_decay")
 
 
@@ -276,7 +275,7 @@ def attach(
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
     session = Session(rows, mixers, follow_hf_clamp, choose_backend(backend, model.device, [row.scheme for row in rows]))
-    unpatched = _probe_unpatched(model) if probe else None  # before the functions are replaced
+    unpatched = probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))
         for name, function in {**family.patches(session), "_replayssm_session": session}.items():
@@ -292,10 +291,10 @@ def attach(
         stack.callback(base_model(model).register_forward_pre_hook(lambda *_: session._begin_forward()).remove)
         stack.callback(base_model(model).register_forward_hook(lambda *_: session._end_of_forward()).remove)
         if unpatched is not None:
-            _probe(model, session, unpatched)
+            probe_session(model, session, unpatched)
             session.start(rows)
             if session.backend == "triton":
-                _rehearse(model, session)
+                rehearse(model, session)
                 session.start(rows)
         yield session
 
@@ -326,106 +325,3 @@ def _without_attention(model: Any) -> bool:
     """Whether a hybrid class was built without its attention layers."""
     kinds = getattr(model.config, "layer_types", None)
     return model.config.model_type == "nemotron_h" and kinds is not None and "full_attention" not in kinds
-
-
-def layer_devices(model: Any) -> dict[int, torch.device]:
-    """Device of every layer that says its index."""
-    layers = ((m.layer_idx, next(m.parameters(), None)) for m in model.modules() if hasattr(m, "layer_idx"))
-    return {index: weight.device for index, weight in layers if weight is not None}
-
-
-def base_model(model: Any) -> Any:
-    """The model without its head: the module whose output is the last hidden state."""
-    return getattr(model, model.base_model_prefix)
-
-
-def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
-    """Last hidden states `[R, T, hidden]` of the tokens `ids` `[R, T]` at `position`, continuing `cache` (or None)."""
-    inner = base_model(model)
-    kwargs: dict[str, Any] = {"use_cache": cache is not None, "cache": cache}
-    # Some families do not offset positions by the cache's length, others cannot tell it: always say them.
-    if "position_ids" in inspect.signature(inner.forward).parameters:
-        kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device).unsqueeze(0)
-    return inner(input_ids=ids, **kwargs).last_hidden_state
-
-
-def hidden_states_by_token(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
-    """`hidden_states` as decoding computes them: one token after the other, through the one-token path of the model."""
-    return torch.cat([hidden_states(model, ids[:, t : t + 1], cache, position + t) for t in range(ids.shape[1])], dim=1)
-
-
-def _probe_ids(model: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    vocab = model.get_output_embeddings().weight.shape[0]
-    return torch.randint(0, vocab, (1, sum(_PROBE_TOKENS)), generator=generator).to(model.device)
-
-
-@torch.inference_mode()
-def _probe_unpatched(model: Any) -> Tensor:
-    return model(input_ids=_probe_ids(model), use_cache=False).logits.float()
-
-
-@torch.inference_mode()
-def _probe(model: Any, session: Session, unpatched: Tensor) -> None:
-    """One pass = two chunks = single tokens = the unpatched model, for one fp32 row of a few dozen tokens.
-
-    A restarted or skipped state is wrong by the size of the logits themselves. Honest rounding is far smaller: errors of
-    one unit roundoff u per operation add up like a random walk over ~10 operations a layer, and the limit is 4 times that
-    in 16 bits, where 64 times, as in fp32, would let a wrong state pass.
-    """
-    ids = _probe_ids(model)
-    head = model.get_output_embeddings()
-    roundoff = torch.finfo(head.weight.dtype).eps / 2
-    walk = roundoff * (10 * model.config.get_text_config().num_hidden_layers) ** 0.5
-    limit = min(0.25, (64 if head.weight.dtype == torch.float32 else 4) * walk)
-
-    def logits(pieces: Sequence[int]) -> Tensor:
-        session.start(as_rows(["fp32"]))
-        cache, position, parts = DynamicCache(config=model.config), 0, []
-        for length in pieces:
-            parts.append(head(hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype)).float())
-            position += length
-        return torch.cat(parts, dim=1)
-
-    follow = session.follow_hf_clamp
-    session.follow_hf_clamp = True  # as the unpatched model does
-    pairs = {"the unpatched model": (logits([ids.shape[1]]), unpatched)}
-    session.follow_hf_clamp = follow
-    whole = logits([ids.shape[1]])
-    pairs |= {"two chunks": (whole, logits(_PROBE_TOKENS)), "single tokens": (whole, logits([1] * ids.shape[1]))}
-    for name, (one, other) in pairs.items():
-        error = ((other - one).norm() / one.norm()).item()
-        if not error <= limit:
-            raise RunError(
-                f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); transformers "
-                f"{transformers.__version__} does not compute this model's state as emulated here"
-            )
-
-
-@torch.inference_mode()
-def _rehearse(model: Any, session: Session) -> None:
-    """All rows read a few dozen tokens in two pieces: kernels are compiled, and compared with the torch scan in every layer.
-
-    Without a prompt, and with flushes early enough to be read, whatever the rows of the run wait for.
-    """
-    ids = _probe_ids(model).expand(len(session.rows), -1)
-    first = _PROBE_TOKENS[0]
-    early = (first - 2, first + 14, ids.shape[1] - 2)
-    rows = [
-        replace(r, prompt=0, padding=0, flushes=None if r.flushes is None and r.scheme.window <= first else early) for r in session.rows
-    ]
-
-    def read() -> None:
-        session.start(rows)
-        cache = DynamicCache(config=model.config)
-        hidden_states(model, ids[:, :first], cache, 0)
-        hidden_states(model, ids[:, first:], cache, first)
-
-    if model.device.type == "cuda":  # the interpreter has nothing to compile
-        with compile_only():
-            read()
-    session._twins = {}
-    try:
-        read()
-    finally:
-        session._twins = None

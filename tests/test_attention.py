@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from replayssm_eval import attach
 from replayssm_eval.attention import _blockwise, _folded, _mask, _merged, chunked_causal_attention
-from replayssm_eval.session import hidden_states
+from replayssm_eval.forward import hidden_states
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(1, 1), (1, 50), (7, 7), (20, 53), (64, 300), (300, 513)]
