@@ -28,7 +28,7 @@ def _console() -> Any:
 
     console = Console(highlight=False)
     # A file or pipe has no width: rich would cut tables to 80 columns.
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    return console if console.is_terminal else Console(highlight=False, width=210)
 
 
 def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:

@@ -18,7 +18,12 @@ def register(app: typer.Typer) -> None:
         model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")],
         task: Annotated[
             list[str] | None,
-            typer.Option(metavar="TEXT", help="Task of this package (gsm8k, math_level5, ...) or of lm-eval; repeatable. Default: gsm8k."),
+            typer.Option(
+                "--task",
+                "--tasks",
+                metavar="TEXT",
+                help="Task of this package (gsm8k, math_level5, ...) or of lm-eval; repeatable. Default: gsm8k.",
+            ),
         ] = None,
         scheme: Annotated[
             list[str] | None, typer.Option(metavar="TEXT", help="How the state is stored; repeatable. Default: nvfp4@16, nvfp4/fp16@16.")

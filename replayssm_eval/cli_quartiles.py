@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-_WIDE = 202  # columns of a terminal that holds the whole table
+_WIDE = 210  # columns of a terminal that holds the whole table
 
 
 def register(app: typer.Typer) -> None:

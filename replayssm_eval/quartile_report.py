@@ -13,7 +13,7 @@ COLUMNS = (
     "reference [95%]",
     "this arm [95%]",
     "Δ [95%], points",
-    "both right",
+    "both",
     "won",
     "lost",
     "p",

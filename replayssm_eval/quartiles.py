@@ -281,6 +281,8 @@ def methods(averaged: bool) -> dict[str, str]:
             if averaged
             else "95% score interval for paired shares (Tango 1998)"
         ),
+        "counts": "both: right in both arms; won, lost: right in this arm alone, in the reference alone"
+        + (" (better, worse than there)" if averaged else ""),
         "mcnemar_p": (
             several + f"sign-flip permutation test, {PERMUTATIONS:,} draws"
             if averaged

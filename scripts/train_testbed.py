@@ -190,7 +190,9 @@ def main():
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after the step that ends past this; the rate has then fallen to its end")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after the step that ends past this; the rate has then fallen to its end"
+    )
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
 
@@ -248,7 +250,9 @@ def main():
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = group["speed"] * learning_rate(step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes)
+            group["lr"] = group["speed"] * learning_rate(
+                step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         last = step == args.steps - 1 or time.time() - started > 60 * args.minutes

@@ -22,9 +22,18 @@ class Family:
     delta: bool = False
 
 
+def _mamba2(kind: str, mixer: str) -> Family:
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, mamba2.patches)
+
+
+#: By `model_type`. How to add one: ADDING.md beside this file.
 FAMILIES = {
-    "mamba2": Family("transformers.models.mamba2.modeling_mamba2", "Mamba2Mixer", mamba2.patches),
-    "nemotron_h": Family("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHMamba2Mixer", mamba2.patches),
+    "mamba2": _mamba2("mamba2", "Mamba2Mixer"),
+    "nemotron_h": _mamba2("nemotron_h", "NemotronHMamba2Mixer"),
+    "bamba": _mamba2("bamba", "BambaMixer"),
+    "granitemoehybrid": _mamba2("granitemoehybrid", "GraniteMoeHybridMambaLayer"),
+    "falcon_h1": _mamba2("falcon_h1", "FalconH1Mixer"),
+    "zamba2": _mamba2("zamba2", "Zamba2MambaMixer"),
 }
 
 _MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "zamba")

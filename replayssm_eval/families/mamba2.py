@@ -1,4 +1,4 @@
-"""Mamba-2 layers (mamba2, nemotron_h): v = x, β = Δ, α = exp(A·Δ), k = B, q = C; the skip D·x stays outside the state."""
+"""Mamba-2 layers: v = x, β = Δ, α = exp(A·Δ), k = B, q = C; the skip D·x stays outside the state."""
 
 import torch.nn.functional as F
 from torch import Tensor

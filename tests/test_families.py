@@ -1,0 +1,120 @@
+"""Every family on a tiny random model: the unpatched model's numbers, in one pass, in pieces and token by token."""
+
+import pytest
+import torch
+import transformers
+from models import VOCAB, strong_states, token_ids
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from replayssm_eval import attach
+from replayssm_eval.decoding import decode
+from replayssm_eval.families import FAMILIES
+from replayssm_eval.forward import hidden_states
+
+HEADS, D_V, D_K = 6, 20, 12  # no power of two
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 60,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+MAMBA = {"mamba_n_heads": HEADS, "mamba_d_head": D_V, "mamba_d_state": D_K, "mamba_n_groups": 3, "mamba_chunk_size": 32}
+CONFIGS = {
+    "mamba2": {
+        "num_hidden_layers": 2, "expand": 2, "num_heads": HEADS, "head_dim": D_V, "state_size": D_K, "n_groups": 3, "chunk_size": 32,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*M-", "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": HEADS, "mamba_head_dim": D_V,
+        "ssm_state_size": D_K, "n_groups": 3, "chunk_size": 32,
+    },
+    "bamba": {**MAMBA, "num_hidden_layers": 3, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_expand": 2},
+    "granitemoehybrid": {
+        **MAMBA, "num_hidden_layers": 3, "num_key_value_heads": 2, "layer_types": ["mamba", "attention", "mamba"], "mamba_expand": 2,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {**MAMBA, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": HEADS * D_V},
+    "zamba2": {
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "mamba_d_state": D_K, "mamba_ngroups": 3,
+        "n_mamba_heads": HEADS, "mamba_expand": 2, "chunk_size": 32,
+    },
+}  # fmt: skip
+LAYERS = {"mamba2": [0, 1], "nemotron_h": [0, 2], "bamba": [0, 2], "granitemoehybrid": [0, 2], "falcon_h1": [0, 1], "zamba2": [0, 1, 2]}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(request.param, **COMMON, **CONFIGS[request.param])
+    model = strong_states(AutoModelForCausalLM.from_config(config).eval())
+    for module in model.modules():
+        if hasattr(module, "dt_bias"):
+            module.dt_bias.data[::2] = -9.0  # Δ below what the many-token functions of some families clamp it to
+            module.D.data.mul_(0.01)  # what goes around the state would hide it
+            module.out_proj.weight.data.mul_(8)
+    return model
+
+
+def read(model, ids, pieces):
+    cache, position, parts = DynamicCache(config=model.config), 0, []
+    for length in pieces:
+        parts.append(hidden_states(model, ids[:, position : position + length], cache, position))
+        position += length
+    return torch.cat(parts, dim=1)
+
+
+def close(a, b) -> bool:
+    return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
+
+
+@torch.no_grad()
+def test_fp32_is_the_unpatched_model(model) -> None:
+    ids = token_ids(64)
+    expected = model(input_ids=ids, use_cache=False).logits
+    with attach(model, ["fp32"], follow_hf_clamp=True):
+        assert close(model(input_ids=ids, use_cache=False).logits, expected)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [(32, 32), (13, 1, 20, 30), (1,) * 64], ids=lambda p: f"{len(p)}-pieces")
+def test_pieces_equal_one_pass(model, pieces) -> None:
+    """Also of a row that is rounded: where it is does not depend on the pieces."""
+    ids = token_ids(64, rows=2)
+    with attach(model, ["fp32", "fp8@16"], probe=False) as session:
+        whole = read(model, ids, (64,))
+        flushes = session.flushes
+        assert close(read(model, ids, pieces)[0], whole[0])
+        assert session.flushes == flushes == {layer: [4, 4] for layer in session.layers}
+
+
+@torch.no_grad()
+def test_the_state_is_what_the_config_says(model) -> None:
+    kind = model.config.model_type
+    with attach(model, ["fp32", "nvfp4@16"], probe=False) as session:
+        out = read(model, token_ids(40, rows=2), (40,))
+        manifest = session.manifest()
+    assert [entry["layer"] for entry in manifest] == LAYERS[kind]
+    assert {(e["heads"], e["d_v"], e["d_k"]) for e in manifest} == {(HEADS, D_V, D_K)}
+    assert (out[1, 17:] - out[0, 17:]).abs().max() > 1e-4 * out[0].abs().max(), "rounding the state changes nothing"
+    assert torch.equal(out[1, :15], out[0, :15]), "nothing is rounded before the first flush"
+
+
+@torch.no_grad()
+def test_generation(model) -> None:
+    """Greedy, two sequences: the tokens that whole passes name, and those of the unpatched model where it clamps no Δ."""
+    prompts = torch.cat([token_ids(9, seed=n) for n in range(2)])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    unpatched = model.generate(prompts, **options)
+    with attach(model, ["fp32"] * 2, probe=False) as session:
+        session.start(session.rows)
+        got = model.generate(prompts, custom_generate=decode, **options)
+        expected = prompts
+        for _ in range(12):
+            logits = model.get_output_embeddings()(read(model, expected, (expected.shape[1],))[:, -1])
+            expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(got, expected)
+    if model.config.model_type not in ("nemotron_h", "zamba2"):
+        assert torch.equal(got, unpatched)
