@@ -8,7 +8,7 @@ on the state (step 1 below) and the readout (step 3) are batched over all window
     3. o_i = exp(G_i) S_read q_i + attention;  the flushing token reads the fold
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from replayssm_emulation.schedule import folds, segments
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
+from .delta import PROMPT_PIECE, delta_block, delta_read_only
 from .dispatch import check_rows
 
 # Elements of the per-window states held at once: bounds memory, changes no result.
@@ -137,12 +138,13 @@ def replay_scan(
     carry: Carry | None,
     *,
     layer: int,
+    delta: bool = False,
     backend: str = "torch",
 ) -> tuple[Tensor, Carry]:
-    """Outputs of the next T tokens and the carry after them (plain recurrence, decay per head).
+    """Outputs of the next T tokens and the carry after them: of the plain recurrence, or of the delta rule.
 
     q, k: `[R, T, G, d_k]`, each group shared by H / G heads; v: `[R, T, H, d_v]`; beta: `[R, T, H]` write strength;
-    log_decay: `[R, T, H]` log α; R = len(rows). carry: None before the first token (zero state). layer: part of the
+    log_decay: `[R, T, H]` log α, or with delta `[R, T, H, d_k]` for a decay per channel; R = len(rows). carry: None before the first token (zero state). layer: part of the
     noise key. Inputs of any float dtype are worked on in fp32. Returns o fp32 `[R, T, H, d_v]`.
     backend: "torch", or "triton" (see `choose_backend`): the same rounding of the same folds.
     Cutting the tokens into other chunks, or the rows into another order, changes no rounding.
@@ -158,24 +160,24 @@ def replay_scan(
         q, k, v = q.float(), k.float(), v.float()  # the Triton kernel converts as it loads
     k, v = (_round_records(x, rows, 0 if carry is None else carry.position) for x in (k, v))
     if carry is None:
-        carry = _first_carry(rows, v, k, heads, d_v, d_k)
+        carry = _first_carry(rows, v, k, log_decay)
     start, stop = carry.position, carry.position + tokens
     o = torch.full(v.shape, torch.nan, device=v.device)  # poison: every element must be written
     if backend == "triton":
         from .scan_triton import scan_groups
 
-        check_rows(rows, d_v, d_k)
+        check_rows(rows, d_v, d_k, delta)
         scan_groups(q, k, v, beta, log_decay, o, carry.groups, rows, start, layer)
     else:
         for group in carry.groups:
             inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
             members = [rows[r] for r in group.rows]
-            o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer)
+            o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer, delta)
     carry.position = stop
     return o, carry
 
 
-def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, heads: int, d_v: int, d_k: int) -> Carry:
+def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, log_decay: Tensor) -> Carry:
     """Zero states. Rows share a group when they fold alike; inside one, rows that are cast alike are neighbours."""
     schedules: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):
@@ -184,9 +186,10 @@ def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, heads: int, d_v: int
     carry = Carry()
     for members in schedules.values():
         members.sort(key=lambda r: (str(rows[r].scheme), rows[r].seed, rows[r].document))
-        state = torch.zeros(len(members), heads, d_v, d_k, device=v.device)
-        gates = state.new_zeros(len(members), 0, heads)
-        empty = [*(x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v)), gates, gates.clone()]
+        heads, d_v = v.shape[2:]
+        state = torch.zeros(len(members), heads, d_v, k.shape[3], device=v.device)
+        empty = [x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v, log_decay[:, :, :, 0] if log_decay.ndim == 4 else log_decay)]
+        empty.append(log_decay.new_zeros(len(members), 0, *log_decay.shape[2:]))
         changed = torch.zeros(len(members), 2, dtype=torch.int64, device=v.device)
         carry.groups.append(Group(members, state, state.clone(), tuple(empty), changed, state.new_zeros(len(members))))
     return carry
@@ -251,14 +254,20 @@ class _Noise:
         )  # fmt: skip
 
 
-def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Sequence[Row], start: int, stop: int, layer: int) -> Tensor:
+def _scan_group(
+    q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Sequence[Row], start: int, stop: int, layer: int, delta: bool
+) -> Tensor:
     """Outputs `[rows, T, H, d_v]` of one group; updates its copies and records in place."""
     tokens, heads, d_v, d_k = stop - start, *group.recurrence.shape[1:]
     pending = group.records[0].shape[1]
     first = start - pending  # position of the first record
     cuts = rows[0].folds(start, stop)
     if not cuts and tokens <= _FEW:
-        return _read_only(q, inputs, group)
+        group.records = tuple(torch.cat([old, x], dim=1) for old, x in zip(group.records, inputs, strict=True))
+        return delta_read_only(q, group) if delta else _read_only(q, group)
+    if delta:  # both copies of a prompt are its exact state: folding it in pieces changes nothing and bounds the systems
+        prompt = range(first + PROMPT_PIECE - 1, min(stop, rows[0].prompt), PROMPT_PIECE)
+        cuts = tuple(sorted({p: (p, rounded) for p, rounded in (*((p, False) for p in prompt), *cuts)}.values()))
     # Windows as index rows into [records, new tokens, one empty token]; short windows end in the empty token.
     edges = [first] + [p + 1 for p, _ in cuts]
     lengths = [b - a for a, b in zip(edges, [*edges[1:], stop], strict=True)]
@@ -279,7 +288,12 @@ def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Seque
     for a in range(0, len(lengths), block):
         window = index[a : a + block]
         k, v, beta, log_decay = (x[:, window] for x in with_records)
-        outputs.append(_scan_block(q[:, window], k, v, beta, log_decay, group, rows, cuts[a : a + block], a, length[a : a + block], noise))
+        members = (group, rows, cuts[a : a + block])
+        write = _writer(*members, a, noise)
+        if delta:
+            outputs.append(delta_block(q[:, window], k, v, beta, log_decay, group, rows, len(members[2]), length[a : a + block], write))
+        else:
+            outputs.append(_scan_block(q[:, window], k, v, beta, log_decay, *members, length[a : a + block], write))
     flat = torch.cat([o.flatten(1, 2) for o in outputs], dim=1)
     real = (offsets < length[:, None]).flatten().nonzero().flatten().to(q.device)
     tail = tokens + pending - (edges[-1] - first)
@@ -287,9 +301,9 @@ def _scan_group(q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Seque
     return flat[:, real[pending:]]
 
 
-def _read_only(q: Tensor, inputs: tuple[Tensor, ...], group: Group) -> Tensor:
-    """`_scan_group` for tokens before the next fold, as in decoding: only their own outputs are computed."""
-    k, v, beta, log_decay = group.records = tuple(torch.cat([old, x], dim=1) for old, x in zip(group.records, inputs, strict=True))
+def _read_only(q: Tensor, group: Group) -> Tensor:
+    """`_scan_group` for the group's newest records, before the next fold, as in decoding: only their own outputs are computed."""
+    k, v, beta, log_decay = group.records
     count, tokens, groups, d_k = q.shape
     seen, heads, d_v = v.shape[1:]
     share = heads // groups
@@ -305,7 +319,45 @@ def _read_only(q: Tensor, inputs: tuple[Tensor, ...], group: Group) -> Tensor:
     return o.transpose(1, 2)
 
 
-def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, length, noise: _Noise) -> Tensor:
+def _writer(
+    group: Group, rows: Sequence[Row], cuts: Sequence[tuple[int, bool]], fold_index: int, noise: _Noise
+) -> Callable[[int, Tensor], None]:
+    """write(w, fold): the copies of a group after the fold cuts[w], which is the (fold_index + w)-th of `noise`."""
+    recurrence_casts, read_casts = _casts(rows, RECURRENCE), _casts(rows, READ)
+    last_rounded = max((w for w, (_, rounded) in enumerate(cuts) if rounded), default=-1)
+    shared = [i for i, row in enumerate(rows) if row.scheme.read is None]
+    chained = [i for i, row in enumerate(rows) if row.scheme.cast == "chained"]
+
+    def cast(which: int, casts: list[_Cast], source: Tensor, target: Tensor, index: int) -> None:
+        for c in casts:
+            words = noise.words(c, index)
+            exact = source[c.where]
+            stored = quantize_with_noise(exact, c.copy.format, words, c.noise_bits)
+            group.changed[c.where, which] += (stored != exact).flatten(1).any(1)
+            target[c.where] = stored
+
+    def write(w: int, fold: Tensor) -> None:
+        group.recurrence = fold.clone()
+        group.read = fold.clone()
+        if not cuts[w][1]:
+            return
+        cast(RECURRENCE, recurrence_casts, fold, group.recurrence, fold_index + w)
+        source = fold
+        if chained:
+            source = fold.clone()
+            source[chained] = group.recurrence[chained]
+            group.read = source.clone()  # also where the read copy itself rounds nothing
+        cast(READ, read_casts, source, group.read, fold_index + w)
+        group.read[shared] = group.recurrence[shared]
+        group.flushes += 1
+        if w == last_rounded:
+            held = fold != 0
+            group.zeroed = (held & (group.read == 0)).flatten(1).sum(1) / held.flatten(1).sum(1).clamp(min=1)
+
+    return write
+
+
+def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, length, write: Callable[[int, Tensor], None]) -> Tensor:
     """Windows `[rows, W, L, ...]` of a group in order; `cuts` has one entry per window that ends in a fold."""
     count, windows, longest, heads, d_v = v.shape
     groups, d_k = k.shape[3:]
@@ -329,39 +381,12 @@ def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, fold_index, 
     # 2. fold and cast, window after window
     decay = g[:, :, -1].exp()[..., None, None]
     reads = torch.empty_like(delta)
-    recurrence_casts, read_casts = _casts(rows, RECURRENCE), _casts(rows, READ)
-    last_rounded = max((w for w, (_, rounded) in enumerate(cuts) if rounded), default=-1)
-    shared = [i for i, row in enumerate(rows) if row.scheme.read is None]
-    chained = [i for i, row in enumerate(rows) if row.scheme.cast == "chained"]
-
-    def cast(which: int, casts: list[_Cast], source: Tensor, target: Tensor, index: int) -> None:
-        for c in casts:
-            words = noise.words(c, index)
-            exact = source[c.where]
-            stored = quantize_with_noise(exact, c.copy.format, words, c.noise_bits)
-            group.changed[c.where, which] += (stored != exact).flatten(1).any(1)
-            target[c.where] = stored
-
     for w in range(windows):
         reads[:, w] = group.read
         if w >= len(cuts):
             break
         fold = torch.addcmul(delta[:, w], group.recurrence, decay[:, w], out=delta[:, w])
-        group.recurrence = fold.clone()
-        group.read = fold.clone()
-        if cuts[w][1]:
-            cast(RECURRENCE, recurrence_casts, fold, group.recurrence, fold_index + w)
-            source = fold
-            if chained:
-                source = fold.clone()
-                source[chained] = group.recurrence[chained]
-                group.read = source.clone()  # also where the read copy itself rounds nothing
-            cast(READ, read_casts, source, group.read, fold_index + w)
-            group.read[shared] = group.recurrence[shared]
-            group.flushes += 1
-            if w == last_rounded:
-                held = fold != 0
-                group.zeroed = (held & (group.read == 0)).flatten(1).sum(1) / held.flatten(1).sum(1).clamp(min=1)
+        write(w, fold)
 
     # 3. readout
     read = reads.view(count, windows, groups, share * d_v, d_k) @ q.transpose(-1, -2)
