@@ -26,11 +26,14 @@ class Session:
     rows: one `Row` per batch row. layers: index of every state layer. tokens: tokens that the states have seen.
     """
 
-    def __init__(self, rows: Sequence[Row], mixers: dict[int, Any], follow_hf_clamp: bool = False, backend: str = "torch"):
+    def __init__(
+        self, rows: Sequence[Row], mixers: dict[int, Any], follow_hf_clamp: bool = False, backend: str = "torch", delta: bool = False
+    ):
         self.rows = list(rows)
         self.layers = list(mixers)
         self.follow_hf_clamp = follow_hf_clamp
         self.backend = backend
+        self.delta = delta
         self._carries: dict[int, Carry] = {}
         self._serials: dict[int, int] = {}
         self._next_serial = 0
@@ -98,7 +101,7 @@ class Session:
         }
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, log_decay)):
             raise UsageError("schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()")
-        o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, backend=self.backend)
+        o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, delta=self.delta, backend=self.backend)
         if self._twins is not None:
             expected, self._twins[layer] = replay_scan(q, k, v, beta, log_decay, self.rows, self._twins.get(layer), layer=layer)
             self._compare_scans(o, expected)
@@ -274,7 +277,8 @@ def attach(
         raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
-    session = Session(rows, mixers, follow_hf_clamp, choose_backend(backend, model.device, [row.scheme for row in rows]))
+    chosen = choose_backend(backend, model.device, [row.scheme for row in rows], family.delta)
+    session = Session(rows, mixers, follow_hf_clamp, chosen, family.delta)
     unpatched = probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from models import VOCAB, strong_states, token_ids
+from models import VOCAB, token_ids
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from replayssm_eval import attach
@@ -40,20 +40,46 @@ CONFIGS = {
         "n_mamba_heads": HEADS, "mamba_expand": 2, "chunk_size": 32,
     },
 }  # fmt: skip
-LAYERS = {"mamba2": [0, 1], "nemotron_h": [0, 2], "bamba": [0, 2], "granitemoehybrid": [0, 2], "falcon_h1": [0, 1], "zamba2": [0, 1, 2]}
+LAYERS = {"mamba2": [0, 1], "falcon_h1": [0, 1], "zamba2": [0, 1, 2]}  # others: 0 and 2
+GDN = {
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": HEADS, "linear_num_key_heads": 3, "linear_value_head_dim": D_V, "linear_key_head_dim": D_K,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+MLA = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16, "mlp_layer_types": ["dense"] * 3,
+}  # fmt: skip
+CONFIGS |= {
+    "qwen3_next": {**GDN, **MOE},
+    "qwen3_5_text": GDN,
+    "qwen3_5_moe_text": {**GDN, **MOE},
+    "olmo_hybrid": {**GDN, "linear_num_key_heads": HEADS, "num_key_value_heads": 4},
+    "kimi_linear": {**MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS},
+    "bailing_hybrid": {**MLA, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": D_K},
+}
+SHAPES = {"kimi_linear": (HEADS, D_K, D_K), "bailing_hybrid": (HEADS, D_K, D_K)}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
+    """Random weights hardly use their states: here what goes around the state is weak, its outputs strong, its memory long."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **COMMON, **CONFIGS[request.param])
-    model = strong_states(AutoModelForCausalLM.from_config(config).eval())
+    kind = request.param
+    config = transformers.AutoConfig.for_model(kind, **COMMON | CONFIGS[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
     for module in model.modules():
-        if hasattr(module, "dt_bias"):
+        if type(module).__name__ != FAMILIES[kind].mixer:
+            continue
+        (module.out_proj if hasattr(module, "out_proj") else module.o_proj).weight.data.mul_(8)
+        for name, weight in module.named_parameters():
+            if name.endswith("A_log"):
+                weight.data.sub_(2)
+        if not FAMILIES[kind].delta:
+            module.in_proj.weight.data.mul_(8)
+            module.D.data.mul_(0.01)
             module.dt_bias.data[::2] = -9.0  # Δ below what the many-token functions of some families clamp it to
-            module.D.data.mul_(0.01)  # what goes around the state would hide it
-            module.out_proj.weight.data.mul_(8)
     return model
 
 
@@ -96,8 +122,8 @@ def test_the_state_is_what_the_config_says(model) -> None:
     with attach(model, ["fp32", "nvfp4@16"], probe=False) as session:
         out = read(model, token_ids(40, rows=2), (40,))
         manifest = session.manifest()
-    assert [entry["layer"] for entry in manifest] == LAYERS[kind]
-    assert {(e["heads"], e["d_v"], e["d_k"]) for e in manifest} == {(HEADS, D_V, D_K)}
+    assert [entry["layer"] for entry in manifest] == LAYERS.get(kind, [0, 2])
+    assert {(e["heads"], e["d_v"], e["d_k"]) for e in manifest} == {SHAPES.get(kind, (HEADS, D_V, D_K))}
     assert (out[1, 17:] - out[0, 17:]).abs().max() > 1e-4 * out[0].abs().max(), "rounding the state changes nothing"
     assert torch.equal(out[1, :15], out[0, :15]), "nothing is rounded before the first flush"
 

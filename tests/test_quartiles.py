@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replayssm_eval.proportions import Z, detectable_difference, holm, mcnemar, paired_difference_interval, power, wilson
-from replayssm_eval.quartile_report import reading, rows
+from replayssm_eval.quartile_report import COLUMNS, reading, rows
 from replayssm_eval.quartiles import Arm, assign_bins, compare, sign_flip, trend
 
 
@@ -114,6 +114,7 @@ def test_a_quartile_can_hardly_show_ten_points() -> None:
     ],
 )
 def test_bins_are_equal_within_one(length, sizes, medians) -> None:
+    """T1: equal lengths go to both sides of an edge and merge no bins; a question without a length is in the overall row."""
     found = against(arm([1] * len(length), length), arm([1] * len(length), name="x", role="scheme"))
     assert [b["n"] for b in found["bins"]] == sizes
     assert [b["median_length"] for b in found["bins"]] == medians
@@ -145,6 +146,7 @@ def test_more_bins_than_questions_leaves_nulls() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_few_questions_give_the_overall_row_only(n) -> None:
+    """T1: no bin of nothing."""
     found = against(arm([1] * n), arm([0] * n, name="x", role="scheme"))
     assert (found["bins"], found["reference"]["bins"], found["variants"][0]["bins"]) == ([], [], [])
     assert any(w.startswith(f"{n} questions with a known length: too few") for w in found["warnings"])
@@ -153,8 +155,30 @@ def test_few_questions_give_the_overall_row_only(n) -> None:
     assert found["variants"][0]["trend"]["slope"] is None
 
 
+@pytest.mark.parametrize(
+    ("length", "bins", "counts"),
+    [
+        ([7] * 8, 4, "2 2 2 2 8"),
+        ([1, 2, 3, 4, np.nan], 4, "1 1 1 1 5"),
+        (range(5), 8, "1 1 1 1 1 0 0 0 5"),
+        (range(3), 4, "3"),
+        ([], 4, "0"),
+    ],
+    ids=str,
+)
+def test_every_bin_shows_its_count(length, bins, counts) -> None:
+    """T1: n stands in every row of the table; an empty bin has dashes, neither 0 nor NaN; the rule for equal lengths is given."""
+    score = [1] * len(length)
+    found = {**against(arm(score, length), arm(score, length, name="x", role="scheme"), bins=bins), "length_unit": "tokens"}
+    table = rows(found, found["variants"][0])
+    assert " ".join(row[COLUMNS.index("n")] for row in table) == counts
+    assert all(set(row[2:]) == {"–"} for row in table if row[1] == "0")
+    assert "nan" not in str(table)
+    assert "ties by doc_hash" in found["methods"]["bins"]
+
+
 def test_bins_come_from_the_reference() -> None:
-    """The variant's own lengths, in the opposite order, change its length ratio and its own view and nothing else."""
+    """T1: the variant's own lengths, in the opposite order, change its length ratio and its own view and nothing else."""
     score = [1, 1, 0, 0, 1, 0, 1, 1]
     same = against(arm(score), arm(score[::-1], name="x", role="scheme"))
     reversed_length = against(arm(score), arm(score[::-1], np.arange(8, 0, -1), name="x", role="scheme"))
@@ -166,7 +190,7 @@ def test_bins_come_from_the_reference() -> None:
 
 
 def test_one_bin_by_hand() -> None:
-    """8 questions: 1 gained, 3 lost, 2 truncated in either arm, one of them lost."""
+    """T3: 8 questions: 1 gained, 3 lost, 2 truncated in either arm, one of them lost."""
     reference = arm([1, 1, 1, 1, 1, 0, 0, 0], truncated=[0, 0, 0, 0, 0, 1, 0, 0], not_extracted=[0] * 8, looped=[0] * 8)
     other = arm(
         [0, 0, 0, 1, 1, 1, 0, 0],
@@ -177,7 +201,7 @@ def test_one_bin_by_hand() -> None:
         looped=[1] * 8,
     )
     cell = against(reference, other, bins=1)["variants"][0]["bins"][0]
-    assert (cell["gains"], cell["losses"], cell["difference"], cell["accuracy"]) == (1, 3, -0.25, 0.375)
+    assert (cell["both_right"], cell["gains"], cell["losses"], cell["difference"], cell["accuracy"]) == (2, 1, 3, -0.25, 0.375)
     assert cell["mcnemar_p"] == cell["holm_p"] == pytest.approx(2 * 5 / 16)
     assert (cell["truncated"], cell["not_extracted"], cell["looped"]) == (1, 2, 8)
     assert cell["without_truncated"] == {
@@ -236,7 +260,7 @@ def test_a_planted_loss_is_found_where_it_is() -> None:
 
 
 def test_inside_the_control_nothing_is_claimed() -> None:
-    """15 losses, p = 6e-5, but the control loses as much: undecided. A gain of another size is still one."""
+    """T3: 15 losses, p = 6e-5, but the control loses as much: undecided. A gain of another size is still one."""
     control = arm(drop(400, 15), name="again", role="control")
     found = against(arm([1] * 400), arm(drop(400, 15), name="x", role="scheme"), control)
     assert found["variants"][0]["bins"][3]["verdict"] == "inside the control's range"

@@ -59,7 +59,7 @@ def test_a_planted_loss_end_to_end(main, runs, tmp_path) -> None:
     assert "loss" not in [c["verdict"] for c in (*scheme["bins"][:3], *control["bins"])]
     assert scheme["trend"]["verdict"] == "falls with length"
     assert result["provenance"]["command"].startswith("replayssm-eval quartiles")
-    for column in ("length", "won", "lost", "Holm p", "cut off", "no answer", "looped", "detectable", "verdict"):
+    for column in ("length", "both", "won", "lost", "Holm p", "cut off", "no answer", "looped", "detectable", "verdict"):
         assert column in text.split("\n")[1]
     assert "loss at 770–1,015 tokens" in text
     assert f"{out}/quartiles.png" in text
@@ -92,6 +92,21 @@ def test_json_is_what_is_written_and_a_second_run_is_refused(main, runs, tmp_pat
     code, text, err = main(*args, "--config", config)
     assert (code, err) == (0, "")
     assert [(arm["name"], arm["role"]) for arm in json.loads(text)["arms"]] == [("a", "reference"), ("b", "control")]
+
+
+def test_rows_of_every_filter_are_counted(main, tmp_path) -> None:
+    """E3: with several filters one must be chosen, and both the refusal and the report say how many rows each has."""
+    for name in ("fp32", "control"):
+        path = log(tmp_path / name)
+        path.write_text(path.read_text() + path.read_text().replace("strict-match", "flexible-extract"))
+    args = ("quartiles", tmp_path / "fp32", tmp_path / "control", "--output", tmp_path / "out")
+    code, text, err = main(*args)
+    assert (code, text) == (2, "")
+    assert "fp32: strict-match (200 rows), flexible-extract (200 rows)" in err
+    code, text, err = main(*args, "--filter", "strict-match")
+    assert code == 0
+    for said in (err, (tmp_path / "out" / "quartiles.md").read_text()):
+        assert "control: rows per filter: 200 strict-match, 200 flexible-extract." in said
 
 
 def test_three_questions(main, tmp_path) -> None:

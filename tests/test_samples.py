@@ -1,4 +1,4 @@
-"""Sample logs as they are met in the wild: every form gives the same table, every fault is named with its line."""
+"""Sample logs as they are met in the wild (E3, E7): every form gives the same table, every fault is named with its line."""
 
 import hashlib
 import json
@@ -226,7 +226,7 @@ def test_what_was_not_extracted_is_not_correct(tmp_path, row, extracted, score) 
 
 
 def test_thinking_that_never_ended(tmp_path) -> None:
-    """Cut while thinking: truncated and without an answer, and still in the bin of its length."""
+    """E1: cut while thinking: truncated and without an answer, and still in the bin of its length."""
     rows = [*FOUR[:3], FOUR[3] | {"resps": [[""]], "filtered_resps": ["[invalid]"], "exact_match": 0.0, "stop": "length", "tokens": 4096}]
     rows[0] = rows[0] | {"stop": "eos"}
     result, _ = evaluate([jsonl(tmp_path / "a.jsonl", FOUR), jsonl(tmp_path / "b.jsonl", rows)], bins=2)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from replayssm_emulation import UsageError
 
-from . import mamba2
+from . import delta, mamba2
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ def _mamba2(kind: str, mixer: str) -> Family:
     return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, mamba2.patches)
 
 
+def _gdn(kind: str, mixer: str) -> Family:
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), delta=True)
+
+
+def _kda(kind: str, mixer: str) -> Family:
+    names = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), delta=True)
+
+
 #: By `model_type`. How to add one: ADDING.md beside this file.
 FAMILIES = {
     "mamba2": _mamba2("mamba2", "Mamba2Mixer"),
@@ -34,6 +45,12 @@ FAMILIES = {
     "granitemoehybrid": _mamba2("granitemoehybrid", "GraniteMoeHybridMambaLayer"),
     "falcon_h1": _mamba2("falcon_h1", "FalconH1Mixer"),
     "zamba2": _mamba2("zamba2", "Zamba2MambaMixer"),
+    "qwen3_next": _gdn("qwen3_next", "Qwen3NextGatedDeltaNet"),
+    "qwen3_5_text": _gdn("qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe_text": _gdn("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+    "olmo_hybrid": _gdn("olmo_hybrid", "OlmoHybridGatedDeltaNet"),
+    "kimi_linear": _kda("kimi_linear", "KimiLinearDeltaAttention"),
+    "bailing_hybrid": _kda("bailing_hybrid", "BailingHybridDeltaAttention"),
 }
 
 _MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "zamba")
