@@ -6,6 +6,7 @@
 the longest. Everything else (processors, sampling, stopping criteria, cache) is `generate`'s own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,19 @@ from torch import Tensor
 
 
 def decode(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    ended: Callable[[Tensor, Tensor], Tensor] | None = None,
+    **model_kwargs: Any,
 ) -> Tensor:
-    """ids `[R, T]` with what each row generated, filled up with padding after its end; greedy, or sampled with `do_sample`."""
+    """ids `[R, T]` with what each row generated, filled up with padding after its end; greedy, or sampled with `do_sample`.
+
+    ended(generated, rows): bool `[n]`, whether each of `rows`, which has generated `[n, T]`, ends here; beside the criteria.
+    """
+    prompt = input_ids.shape[1]
     running = torch.arange(len(input_ids), device=input_ids.device)
     padding = generation_config._pad_token_tensor
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
@@ -28,6 +39,8 @@ def decode(
         input_ids = torch.cat([input_ids, column[:, None]], dim=1)
         # Criteria see all rows: some count them.
         going = ~stopping_criteria(input_ids, None)[running]
+        if ended is not None:
+            going &= ~ended(input_ids[running, prompt:], running)
         if not going.any():
             return input_ids
         if not going.all():

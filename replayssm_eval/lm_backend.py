@@ -13,7 +13,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from replayssm_emulation import UsageError, parse_scheme
 from replayssm_kernels import Row
-from replayssm_tasks import reopen_thinking
+from replayssm_tasks import answer_text, reopen_thinking
 from torch import Tensor
 
 from .decoding import decode
@@ -94,17 +94,27 @@ class ReplayLM(HFLM):
         return [self._with_thinking(request.args[0], answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _with_thinking(self, context: str, answer: str) -> str:
-        """The answer with the mark that its prompt opened, unless lm-eval has cut the thinking off already.
+        """The answer with its thinking part, of which lm-eval knows nothing unless it was told how it ends.
 
-        Without it an answer that was cut while thinking looks like one that never thought, and is graded.
+        lm-eval cuts at a stop string wherever it stands, and does not see a thinking part that the prompt has opened: an answer
+        that was cut while thinking would look like one that never thought, and be graded.
         """
         made = self.generation_of(context)
-        if self.think_end_token is not None and made is not None:
-            ids = made["ids"]
-            ended = self.think_end_token in (ids if isinstance(self.think_end_token, int) else self.tok_decode(ids))
-            if ended:
-                return answer
-        return reopen_thinking(context, answer)
+        if made is None:
+            return reopen_thinking(context, answer)
+        if self.think_end_token is not None and self._answer_begins(context, made["ids"], made["text"]):
+            return answer  # cut already, thinking first
+        return reopen_thinking(context, made["text"])
+
+    def _answer_begins(self, context: str, tokens: list[int], text: str) -> int | None:
+        """Where in `text` the answer begins, behind the thinking part; None if that has not ended."""
+        if isinstance(self.think_end_token, int) and self.think_end_token in tokens:
+            last = len(tokens) - 1 - tokens[::-1].index(self.think_end_token)
+            return len(self.tok_decode(tokens[: last + 1]))
+        if isinstance(self.think_end_token, str) and (at := text.rfind(self.think_end_token)) >= 0:
+            return at + len(self.think_end_token)
+        visible = answer_text(reopen_thinking(context, text))
+        return None if visible is None else len(text) - len(visible)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         # Requests are padded on the right with zeros, which no earlier logit sees.
@@ -123,13 +133,33 @@ class ReplayLM(HFLM):
                 for document, pad in zip(documents, padding, strict=True)
             ]
         )
+        contexts = [self.tok_decode(prompt, skip_special_tokens=False) for prompt in prompts]
+        looked_at = max((len(s.encode(errors="replace")) for s in stop), default=0) + 2  # a token has a byte at least
+
+        def ended(generated: Tensor, rows: Tensor) -> Tensor:
+            """A stop string behind the thinking part, which only text with the string at its very end needs to be read for."""
+            tails = self.tokenizer.batch_decode(generated[:, -looked_at:])
+            said = [any(s and s in tail for s in stop) for tail in tails]
+            for i, row in enumerate(rows.tolist()):
+                said[i] = said[i] and self._first_stop(contexts[row], generated[i].tolist(), stop) is not None
+            return torch.tensor(said, device=generated.device)
+
+        options = {"custom_generate": decode, "ended": ended if any(stop) else None}
         with torch.inference_mode():
-            output = super()._model_generate(context, max_length, stop, custom_generate=decode, **kwargs)
-        for document, row in zip(documents, output[:, context.shape[1] :].tolist(), strict=True):
-            self.generations[document] = self._generation(row, stop)
+            output = super()._model_generate(context, max_length, [], **options, **kwargs)
+        for text, document, row in zip(contexts, documents, output[:, context.shape[1] :].tolist(), strict=True):
+            self.generations[document] = self._generation(text, row, stop)
         return output
 
-    def _generation(self, tokens: list[int], stop: list[str]) -> dict[str, Any]:
+    def _first_stop(self, context: str, tokens: list[int], stop: list[str]) -> int | None:
+        """Where in the text of `tokens` the first stop string behind the thinking part begins; None if there is none."""
+        text = self.tok_decode(tokens)
+        begin = self._answer_begins(context, tokens, text)
+        if begin is None:
+            return None
+        return min((at for s in stop if s and (at := text.find(s, begin)) >= 0), default=None)
+
+    def _generation(self, context: str, tokens: list[int], stop: list[str]) -> dict[str, Any]:
         """What one row really generated: it is filled up with padding once it has stopped."""
         ends = self.model.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends]) | {self.eot_token_id}
@@ -138,10 +168,9 @@ class ReplayLM(HFLM):
             if token in ends:
                 count, reason = i, "eos"
                 break
-        if reason == "length":
-            text = self.tok_decode(tokens)
-            if (first := min((at for s in stop if s and (at := text.find(s)) >= 0), default=-1)) >= 0:
-                reason = "stop"
-                # The fewest tokens that hold the stop string's beginning: rows of a batch go on until all have stopped.
-                count = next(n for n in range(1, len(tokens) + 1) if len(self.tok_decode(tokens[:n])) > first)
-        return {"tokens": count, "stop": reason, "ids": tokens[:count]}
+        text = self.tok_decode(tokens[:count])
+        if (first := self._first_stop(context, tokens[:count], stop)) is not None:
+            reason, text = "stop", text[:first]
+            # The fewest tokens that hold the stop string's beginning: they say more than its end does.
+            count = next(n for n in range(1, len(tokens) + 1) if len(self.tok_decode(tokens[:n])) > first)
+        return {"tokens": count, "stop": reason, "ids": tokens[:count], "text": text}

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from replayssm_emulation import UsageError
 
+from replayssm_eval import lm_backend
 from replayssm_eval.lm_backend import ReplayLM, document_of
 from replayssm_eval.models import location_of
 
@@ -65,25 +67,25 @@ def test_an_answer_belongs_to_its_prompt(rounded) -> None:
 def test_the_stop_reason_counts_tokens_up_to_the_stop(rounded) -> None:
     tokenizer, eos = rounded.tokenizer, rounded.eot_token_id
     text = tokenizer("A whale.\n\nB")["input_ids"]
-    assert rounded._generation(text, ["\n\n"])["stop"] == "stop"
-    assert rounded.tok_decode(rounded._generation(text, ["\n\n"])["ids"]).startswith("A whale.")
-    assert rounded._generation(text, ["\n\n"])["tokens"] < len(text)
-    assert rounded._generation([5, 6, eos, eos], [])["tokens"] == 2
-    assert rounded._generation([5, 6, eos, eos], [])["stop"] == "eos"
-    assert rounded._generation([5, 6], [])["stop"] == "length"
+    assert rounded._generation("", text, ["\n\n"])["stop"] == "stop"
+    assert rounded.tok_decode(rounded._generation("", text, ["\n\n"])["ids"]).startswith("A whale.")
+    assert rounded._generation("", text, ["\n\n"])["tokens"] < len(text)
+    assert rounded._generation("", [5, 6, eos, eos], [])["tokens"] == 2
+    assert rounded._generation("", [5, 6, eos, eos], [])["stop"] == "eos"
+    assert rounded._generation("", [5, 6], [])["stop"] == "length"
 
 
 def test_thinking_that_the_prompt_opened_is_not_forgotten(rounded) -> None:
     cut, ended = rounded.tokenizer(" so 12 and then")["input_ids"], rounded.tokenizer(" so 12</think> 42")["input_ids"]
     prompt = "How many?<think>"
     key = document_of(rounded.tok_batch_encode([prompt])[0][0].tolist())
-    rounded.generations[key] = {"ids": cut, "tokens": len(cut), "stop": "length"}
+    rounded.generations[key] = {"ids": cut, "text": " so 12 and then", "tokens": len(cut), "stop": "length"}
     assert rounded._with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
     assert rounded._with_thinking("How many?", " so 12 and then") == " so 12 and then"
     rounded.think_end_token = "</think>"
     try:
         assert rounded._with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
-        rounded.generations[key] = {"ids": ended, "tokens": len(ended), "stop": "eos"}
+        rounded.generations[key] = {"ids": ended, "text": " so 12</think> 42", "tokens": len(ended), "stop": "eos"}
         assert rounded._with_thinking(prompt, "42") == "42"  # lm-eval cut the thinking off
     finally:
         rounded.think_end_token = None
@@ -138,3 +140,35 @@ def test_lm_evals_own_command_line(tmp_path) -> None:
     assert "exact_match" in done.stdout
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
     assert len(samples.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "answer", "stop", "options"),
+    [
+        ("Q", "<think>a\n\nb</think> 42\n\nmore", "<think>a\n\nb</think> 42", "stop", {}),
+        ("Q", "<think>a\n\nb</think> 42\n\nmore", "42", "stop", {"think_end_token": "</think>"}),
+        ("Q <think>", "a\n\nb</think> 42", "<think>a\n\nb</think> 42", "length", {}),
+        ("Q <think>", "a\n\nb", "<think>a\n\nb", "length", {}),
+        ("Q", "a\n\nb", "a", "stop", {}),
+    ],
+    ids=["marks", "told-mark", "opened-by-the-prompt", "cut-while-thinking", "no-thinking"],
+)
+def test_stop_strings_count_behind_the_thinking_part(rounded, monkeypatch, prompt, reply, answer, stop, options) -> None:
+    """E1: a generic stop string inside the thinking part neither ends the generation nor cuts the answer."""
+    ids = torch.tensor(rounded.tok_encode(reply))
+
+    def say(model, input_ids, logits_processor, stopping_criteria, generation_config, ended=None, **kwargs):
+        for n in range(len(ids)):
+            out = torch.cat([input_ids, ids[None, : n + 1]], dim=1)
+            if ended(ids[None, : n + 1], torch.tensor([0])).all():
+                break
+        return out
+
+    monkeypatch.setattr(lm_backend, "decode", say)
+    monkeypatch.setattr(rounded, "think_end_token", options.get("think_end_token"))
+    rounded.generations.clear()
+    assert generate(rounded, [prompt]) == [answer]
+    (made,) = rounded.generations.values()
+    assert made["stop"] == stop
+    if stop == "stop":
+        assert made["tokens"] < len(ids)

@@ -4,13 +4,14 @@ gpqa_diamond, mmlu_pro, math_level5, gsm8k    zero-shot, long answers allowed, d
 progression                                   generated; see `progression`
 """
 
-from .extract import INVALID, extract, reopen_thinking
+from .extract import INVALID, answer_text, extract, reopen_thinking
 from .tasks import NAMES, TASKS_PATH, hub_error, load_tasks, parse_task_data, task_config, task_manager
 
 __all__ = [
     "INVALID",
     "NAMES",
     "TASKS_PATH",
+    "answer_text",
     "extract",
     "hub_error",
     "load_tasks",
