@@ -116,16 +116,6 @@ def schemes(as_json: Json = False) -> None:
     )
 
 
-@app.command(epilog="Example: replayssm-eval models")
-def models(as_json: Json = False) -> None:
-    """List the models that have a name; hub ids and local folders work too."""
-    from .models import REGISTRY
-
-    shape = {True: "; --random-weights builds its true shape", False: ""}
-    rows = [(m.name, "in the package" if m.testbed else m.location, m.summary + shape[m.shape is not None]) for m in REGISTRY.values()]
-    _listing("Models", ("name", "location", "what it is"), rows, as_json)
-
-
 @app.command(epilog="Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 --tokens 16384 --output out")
 def kl(
     model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")] = "tiny-mamba2",
@@ -318,9 +308,11 @@ def _print_kl(result: dict[str, Any]) -> None:
 
 
 from .cli_accuracy import register as _register_accuracy  # noqa: E402 (they take options from above)
+from .cli_models import register as _register_models  # noqa: E402
 from .cli_quartiles import register as _register_quartiles  # noqa: E402
 
 _register_accuracy(app)
+_register_models(app)
 _register_quartiles(app)
 
 

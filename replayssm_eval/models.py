@@ -1,69 +1,17 @@
-"""Models by name: the shipped testbed, the registry of hub ids, any other hub id or local folder."""
+"""Load a model by name: of the registry, any other hub id or a local folder."""
 
 import hashlib
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replayssm_emulation import UsageError
 
+from .registry import REGISTRY, ModelEntry
+
 _ASSETS = Path(__file__).parent / "assets"
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """name: what the user types. location: hub id, or a folder inside the package for a testbed.
-
-    shape: the true config, where it is known, for runs with random weights.
-    """
-
-    name: str
-    location: str
-    summary: str
-    testbed: bool = False
-    shape: dict[str, Any] | None = None
-
-
-# Third-party copies of the model's config.json; the built model has the published 3,973,556,832 parameters.
-_NANO_4B = {
-    "model_type": "nemotron_h",
-    "vocab_size": 131072,
-    "hidden_size": 3136,
-    "intermediate_size": 12544,
-    "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "mamba_num_heads": 96,
-    "mamba_head_dim": 80,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "max_position_embeddings": 262144,
-}
-
-
-REGISTRY = {
-    entry.name: entry
-    for entry in (
-        ModelEntry(
-            "tiny-mamba2", "tiny-mamba2", "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books", testbed=True
-        ),
-        ModelEntry(
-            "nemotron-3-nano-4b",
-            "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
-            "42 layers, 21 Mamba-2 of 96 heads x 80 x 128",
-            shape=_NANO_4B,
-        ),
-        ModelEntry(
-            "nemotron-3-nano-30b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "52 layers, 23 Mamba-2 of 64 heads x 64 x 128, MoE"
-        ),
-        ModelEntry(
-            "nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "88 layers, 40 Mamba-2 of 128 heads x 64 x 128, MoE"
-        ),
-    )
-}
 
 
 @dataclass
@@ -181,7 +129,13 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str) -> Loa
         raise UsageError(f"--random-weights: the true shape of {name} is not registered; known: {known}")
     config = AutoConfig.for_model(**entry.shape)
     torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    gpu = torch.device(device).type == "cuda"
+    with torch.device("meta"):
+        needed = AutoModelForCausalLM.from_config(config).num_parameters() * torch_dtype.itemsize
+    there = torch.cuda.mem_get_info(device)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise UsageError(f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {device} has {there / 2**30:.0f}")
+    devices = [torch.device(device)] if gpu else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype).eval()

@@ -64,6 +64,12 @@ def test_random_weights_are_marked_in_every_output(tiny, tmp_path) -> None:
 
 
 def test_random_weights_need_a_registered_shape() -> None:
-    for name in ("nemotron-3-super", "tiny-mamba2", "some/model"):
+    for name in ("tiny-mamba2", "some/model"):
         with pytest.raises(UsageError, match="not registered; known: nemotron-3-nano-4b"):
             models.load(name, random_weights=True)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch) -> None:
+    monkeypatch.setattr(models.os, "sysconf", lambda name: 1 << 16)  # 4 GiB
+    with pytest.raises(UsageError, match="nemotron-3-super: its weights need 225 GiB in torch.bfloat16, and cpu has 4"):
+        models.load("nemotron-3-super", device="cpu", random_weights=True)

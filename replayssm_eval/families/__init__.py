@@ -14,27 +14,39 @@ from . import delta, mamba2
 class Family:
     """modeling: the transformers module whose functions are replaced; mixer: the class name of its state layers.
 
-    patches(session): the replacements by function name. delta: whether the recurrence is a delta rule.
+    patches(session): the replacements by function name. shape(mixer): (heads, groups of keys, d_v, d_k).
+    delta: whether the recurrence is a delta rule. per_channel: whether every channel of d_k has a decay of its own.
     """
 
     modeling: str
     mixer: str
     patches: Callable[[Any], dict[str, Callable]]
+    shape: Callable[[Any], tuple[int, int, int, int]]
     delta: bool = False
+    per_channel: bool = False
 
 
 def _mamba2(kind: str, mixer: str) -> Family:
-    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, mamba2.patches)
+    def shape(m: Any) -> tuple[int, int, int, int]:
+        return m.num_heads, m.n_groups, m.head_dim, m.ssm_state_size
+
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, mamba2.patches, shape)
 
 
 def _gdn(kind: str, mixer: str) -> Family:
+    def shape(m: Any) -> tuple[int, int, int, int]:
+        return m.num_v_heads, m.num_k_heads, m.head_v_dim, m.head_k_dim
+
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), delta=True)
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, delta=True)
 
 
 def _kda(kind: str, mixer: str) -> Family:
+    def shape(m: Any) -> tuple[int, int, int, int]:
+        return m.num_heads, m.num_heads, m.head_dim, m.head_dim
+
     names = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
-    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), delta=True)
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, True, True)
 
 
 #: By `model_type`. How to add one: ADDING.md beside this file.
