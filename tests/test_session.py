@@ -259,7 +259,7 @@ def test_a_layer_that_is_not_rounded_is_found(broken_layer, monkeypatch) -> None
     original = scan._scan_group
 
     def without_casts(*args):
-        monkeypatch.setattr(scan, "_casts", (lambda *_: []) if args[-1] == broken_layer else casts)
+        monkeypatch.setattr(scan, "_casts", (lambda *_: []) if args[-2] == broken_layer else casts)
         return original(*args)
 
     casts = scan._casts

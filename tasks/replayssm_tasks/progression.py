@@ -1,26 +1,26 @@
 """A generated task with answers of any length, whose every symbol depends on numbers that stand only in the prompt.
 
-A counter runs through the letters a, b, c, ... lap after lap; every letter adds its own step to the counter, modulo 10,
-and the answer is the whole run. With three letters, steps 4, 0 and 7, start 9 and two laps:
+Every letter has a step. A count runs down, lap after lap, and in each lap every letter is followed by its step plus the
+count, modulo 10. With three letters, steps 4, 0 and 7, and two laps:
 
-    prompt   a4b0c7:9:0.0.2=
-    answer   0.0.2a3b3c0;0.0.1a4b4c1!
+    prompt   a4b0c7:0.0.2=
+    answer   0.0.2a6b2c9;0.0.1a5b1c8!
 
-    document  = steps ":" value ":" count "=" lap { ";" lap } "!"
+    document  = steps ":" count "=" lap { ";" lap } "!"
     steps     = { letter digit }                  one step a letter, in order
-    value     = digit                             of the counter at the start
     count     = digit "." digit "." digit         laps that are left, this one included; counts down to 0.0.1
-    lap       = count { letter digit }            the counter after each letter's step
+    lap       = count { letter digit }            each letter's step plus the count, modulo 10
 
 What a testbed needs, and how this has it:
 
-- *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one: a model of a few
-  million parameters can learn each rule, so its fp32 arm can be right to the last symbol.
-- *A long-lived state.* The steps are told once. A symbol 4,000 tokens later still needs the right one, and neither the
-  previous lap's digits nor the count repeat them. (Their differences do, so memory is refreshable in principle; attention
-  over the prompt also does without the state. A testbed for this task should have no attention layer, or have it first,
-  where it cannot yet bind a letter to its step.)
-- *Errors last.* A wrong step shifts all that follows, so one lapse of memory is one wrong answer.
+- *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one. Every document ends
+  in the lap of count 1, and most are short: a model learns to recall a step from those first, then to add. (A sum that runs
+  on from letter to letter gives it nothing to learn before it knows both operands; it did not get past guessing there.)
+- *A long-lived state.* The steps are told once, and a symbol 4,000 tokens later still needs the right one. (The laps
+  before it have the same sums with other counts, so memory is refreshable in principle; attention over the prompt also does
+  without the state. A testbed for this task should have no attention layer, or have it first, where it cannot yet bind a
+  letter to its step.)
+- *One lapse of memory is one wrong answer*: an answer is right only as a whole.
 - *Known lengths.* Letters, digits and marks alternate, so a byte-level BPE tokenizer (which never merges across these
   classes) makes one token of every character: the length in characters is the length in tokens, 6 + 2 x letters a lap.
 - *No leakage.* A table of steps belongs to the test part if its SHA-256 begins with a byte divisible by 8, else to the
@@ -46,16 +46,14 @@ LENGTHS = (22, 4000)  # characters of the answer: shortest, longest
 _MOST_LAPS = 999
 
 
-def answer(steps: Sequence[int], start: int, laps: int) -> str:
-    """The run of `laps` laps from `start`, adding steps[j] at the j-th letter."""
-    value, out = start, []
-    for left in range(laps, 0, -1):
-        lap = [".".join(f"{left:03}")]
-        for letter, step in zip(string.ascii_lowercase, steps, strict=False):
-            value = (value + step) % 10
-            lap.append(f"{letter}{value}")
-        out.append("".join(lap))
-    return ";".join(out) + "!"
+def answer(steps: Sequence[int], laps: int) -> str:
+    """The run of `laps` laps: every letter with its step plus the laps that are left, modulo 10."""
+    return ";".join(_lap(steps, left) for left in range(laps, 0, -1)) + "!"
+
+
+def _lap(steps: Sequence[int], left: int) -> str:
+    symbols = (f"{letter}{(step + left) % 10}" for letter, step in zip(string.ascii_lowercase, steps, strict=False))
+    return ".".join(f"{left:03}") + "".join(symbols)
 
 
 def documents(n: int, seed: int = 0, lengths: Sequence[int] = LENGTHS, letters: int = LETTERS, split: str = "test") -> list[dict[str, Any]]:
@@ -80,14 +78,13 @@ def _stream(seed: int, lengths: Sequence[int], letters: int, split: str) -> Iter
 
 def _document(rng: random.Random, low: float, high: float, letters: int, split: str) -> dict[str, Any]:
     laps = min(_MOST_LAPS, round(math.exp(low + (high - low) * rng.random())))
-    start = int(10 * rng.random())
     while True:
         steps = [int(10 * rng.random()) for _ in range(letters)]
         if part(steps) == split:
             break
-    text = answer(steps, start, laps)
+    text = answer(steps, laps)
     table = "".join(f"{letter}{step}" for letter, step in zip(string.ascii_lowercase, steps, strict=False))
-    return {"prompt": f"{table}:{start}:{'.'.join(f'{laps:03}')}=", "answer": text, "laps": laps, "length": len(text)}
+    return {"prompt": f"{table}:{'.'.join(f'{laps:03}')}=", "answer": text, "laps": laps, "length": len(text)}
 
 
 def part(steps: Sequence[int]) -> str:
