@@ -5,6 +5,7 @@ the order of the requests.
 """
 
 import hashlib
+from bisect import bisect_right
 from contextlib import ExitStack
 from typing import Any
 
@@ -157,7 +158,12 @@ class ReplayLM(HFLM):
         begin = self._answer_begins(context, tokens, text)
         if begin is None:
             return None
-        return min((at for s in stop if s and (at := text.find(s, begin)) >= 0), default=None)
+        found = [at for s in stop if s and (at := text.find(s, begin)) >= 0]
+        # Special tokens are not in the text.
+        special = {self.tokenizer.convert_tokens_to_ids(s) for s in stop if s in self.tokenizer.all_special_tokens}
+        places = [n for n, token in enumerate(tokens) if token in special]
+        found += [at for n in places if (at := len(self.tok_decode(tokens[:n]))) >= begin]
+        return min(found, default=None)
 
     def _generation(self, context: str, tokens: list[int], stop: list[str]) -> dict[str, Any]:
         """What one row really generated: it is filled up with padding once it has stopped."""
@@ -172,5 +178,5 @@ class ReplayLM(HFLM):
         if (first := self._first_stop(context, tokens[:count], stop)) is not None:
             reason, text = "stop", text[:first]
             # The fewest tokens that hold the stop string's beginning: they say more than its end does.
-            count = next(n for n in range(1, len(tokens) + 1) if len(self.tok_decode(tokens[:n])) > first)
+            count = bisect_right(range(count), first, key=lambda n: len(self.tok_decode(tokens[:n])))
         return {"tokens": count, "stop": reason, "ids": tokens[:count], "text": text}

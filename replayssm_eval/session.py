@@ -103,7 +103,8 @@ class Session:
             raise UsageError("schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()")
         o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, delta=self.delta, backend=self.backend)
         if self._twins is not None:
-            expected, self._twins[layer] = replay_scan(q, k, v, beta, log_decay, self.rows, self._twins.get(layer), layer=layer)
+            twin = self._twins.get(layer)
+            expected, self._twins[layer] = replay_scan(q, k, v, beta, log_decay, self.rows, twin, layer=layer, delta=self.delta)
             self._compare_scans(o, expected)
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
         if held != {torch.float32}:
@@ -287,7 +288,7 @@ def attach(
         if _without_attention(model):
             # Such a class fails to size a mask that no layer reads, and `generate` to ask its cache for a length.
             _set_until_exit(stack, module, "create_causal_mask", lambda *args, **kwargs: None)
-            _set_until_exit(stack, Cache, "get_seq_length", lambda cache, layer_idx=0: session.tokens)
+            _set_until_exit(stack, Cache, "get_seq_length", lambda cache, layer_idx=0: _tokens_of(cache, session.layers[-1]))
         _set_until_exit(stack, Cache, "reorder_cache", _reorder_with(session, Cache.reorder_cache))
         for layer, mixer in mixers.items():
             hook = mixer.register_forward_pre_hook(lambda *_, layer=layer: session._begin(layer))
@@ -323,6 +324,12 @@ def _reorder_with(session: Session, original: Any) -> Any:
         session.reorder(beam_idx.tolist())
 
     return reorder_cache
+
+
+def _tokens_of(cache: Any, layer: int) -> int:
+    """Tokens that a cache without attention layers has seen, by the token that `Session.scan` left in a state layer's place."""
+    held = cache.layers[layer].recurrent_states if layer < len(cache.layers) else {}
+    return 0 if 0 not in held or held[0] is None else int(held[0][0, 1])
 
 
 def _without_attention(model: Any) -> bool:

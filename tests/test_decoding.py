@@ -104,3 +104,19 @@ def test_rows_go_on_where_they_are_moved(backend) -> None:
     got, carry = scan([rows[i] for i in order], carry, 10, 21)
     assert torch.equal(got, expected[order])
     assert sorted(r for group in carry.groups for r in group.rows) == [0, 1, 2, 3]
+
+
+def test_a_new_cache_is_empty_whatever_went_before() -> None:
+    """Without attention layers a cache cannot tell its length; asked of the session it would be the last sequence's."""
+    model = nemotron_h("MM-")
+    short, long = token_ids(5), token_ids(13, seed=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with torch.inference_mode(), attach(model, ["fp32"], probe=False) as session:
+        expected = model.generate(long, **options)
+        session.start(session.rows)
+        model.generate(short, **options)
+        seen = []
+        hook = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+        assert torch.equal(model.generate(long, **options), expected)
+        hook.remove()
+    assert seen == [13, 1, 1, 1]

@@ -95,7 +95,7 @@ def test_pieces_and_decoding() -> None:
         assert max(off(a, b) for a, b in zip(o, whole, strict=True)) < 0.005
 
 
-def test_a_long_prompt_is_solved_in_pieces() -> None:
+def test_a_long_prompt() -> None:
     """200 tokens of prompt, copies handed over at its end: the float64 recurrence still."""
     x = tuple(torch.cat([a] * 4)[:212] for a in inputs(True))
     row = Row(parse_scheme("fp16/fp32@8"), prompt=200)

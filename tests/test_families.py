@@ -55,6 +55,7 @@ CONFIGS |= {
     "qwen3_5_text": GDN,
     "qwen3_5_moe_text": {**GDN, **MOE},
     "olmo_hybrid": {**GDN, "linear_num_key_heads": HEADS, "num_key_value_heads": 4},
+    "lara_mini": {**GDN, **MOE},
     "kimi_linear": {**MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS},
     "bailing_hybrid": {**MLA, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": D_K},
 }

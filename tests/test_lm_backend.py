@@ -172,3 +172,14 @@ def test_stop_strings_count_behind_the_thinking_part(rounded, monkeypatch, promp
     assert made["stop"] == stop
     if stop == "stop":
         assert made["tokens"] < len(ids)
+
+
+def test_a_special_token_stops_too(rounded, monkeypatch) -> None:
+    """It is not in the text, from which special tokens are left out; what follows it is no part of the answer."""
+    ids = rounded.tok_encode(" white as snow and")
+    mark = rounded.tokenizer.convert_ids_to_tokens(ids[2])
+    monkeypatch.setattr(type(rounded.tokenizer), "all_special_tokens", property(lambda self: [mark]))
+    made = rounded._generation("The whale was", ids, [mark])
+    assert made["stop"] == "stop"
+    assert made["text"] == rounded.tok_decode(ids[:2])
+    assert rounded._generation("The whale was", ids[:2], [mark])["stop"] == "length"

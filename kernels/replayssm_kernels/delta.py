@@ -19,8 +19,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .scan import Group, Row
 
-PROMPT_PIECE = 64  # tokens of a prompt that are solved at once
-
 
 class _Window(NamedTuple):
     """What a window has before it meets a state: `[rows, H, L, ...]`; g cumulative, its last axis 1 or d_k."""

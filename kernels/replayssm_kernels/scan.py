@@ -20,7 +20,7 @@ from replayssm_emulation.schedule import folds, segments
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
-from .delta import PROMPT_PIECE, delta_block, delta_read_only
+from .delta import delta_block, delta_read_only
 from .dispatch import check_rows
 
 # Elements of the per-window states held at once: bounds memory, changes no result.
@@ -160,7 +160,7 @@ def replay_scan(
         q, k, v = q.float(), k.float(), v.float()  # the Triton kernel converts as it loads
     k, v = (_round_records(x, rows, 0 if carry is None else carry.position) for x in (k, v))
     if carry is None:
-        carry = _first_carry(rows, v, k, log_decay)
+        carry = _first_carry(rows, k, v, beta, log_decay)
     start, stop = carry.position, carry.position + tokens
     o = torch.full(v.shape, torch.nan, device=v.device)  # poison: every element must be written
     if backend == "triton":
@@ -177,7 +177,7 @@ def replay_scan(
     return o, carry
 
 
-def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, log_decay: Tensor) -> Carry:
+def _first_carry(rows: Sequence[Row], k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Carry:
     """Zero states. Rows share a group when they fold alike; inside one, rows that are cast alike are neighbours."""
     schedules: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):
@@ -188,8 +188,7 @@ def _first_carry(rows: Sequence[Row], v: Tensor, k: Tensor, log_decay: Tensor) -
         members.sort(key=lambda r: (str(rows[r].scheme), rows[r].seed, rows[r].document))
         heads, d_v = v.shape[2:]
         state = torch.zeros(len(members), heads, d_v, k.shape[3], device=v.device)
-        empty = [x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v, log_decay[:, :, :, 0] if log_decay.ndim == 4 else log_decay)]
-        empty.append(log_decay.new_zeros(len(members), 0, *log_decay.shape[2:]))
+        empty = [x.new_zeros(len(members), 0, *x.shape[2:]) for x in (k, v, beta, log_decay)]
         changed = torch.zeros(len(members), 2, dtype=torch.int64, device=v.device)
         carry.groups.append(Group(members, state, state.clone(), tuple(empty), changed, state.new_zeros(len(members))))
     return carry
@@ -265,9 +264,6 @@ def _scan_group(
     if not cuts and tokens <= _FEW:
         group.records = tuple(torch.cat([old, x], dim=1) for old, x in zip(group.records, inputs, strict=True))
         return delta_read_only(q, group) if delta else _read_only(q, group)
-    if delta:  # both copies of a prompt are its exact state: folding it in pieces changes nothing and bounds the systems
-        prompt = range(first + PROMPT_PIECE - 1, min(stop, rows[0].prompt), PROMPT_PIECE)
-        cuts = tuple(sorted({p: (p, rounded) for p, rounded in (*((p, False) for p in prompt), *cuts)}.values()))
     # Windows as index rows into [records, new tokens, one empty token]; short windows end in the empty token.
     edges = [first] + [p + 1 for p, _ in cuts]
     lengths = [b - a for a, b in zip(edges, [*edges[1:], stop], strict=True)]
