@@ -88,7 +88,10 @@ _KIMI_48B = {
     "model_type": "kimi_linear",
     "layer_types": ["full_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for i in range(27)],
 }
-_BY_SIZE = "third-party copies of config.json; the built model has {} parameters, as its name says"
+# Of these, only the sum is known to be right: widths of MLPs and experts are not in those copies.
+_BY_SIZE = (
+    "layers and heads from third-party copies of config.json; widths of MLPs and experts only by the {} parameters that they add up to"
+)
 
 REGISTRY = {
     entry.name: entry
@@ -136,14 +139,14 @@ REGISTRY = {
             "Qwen/Qwen3-Next-80B-A3B-Instruct",
             "48 layers, 36 GDN of 32 heads x 128 x 128, MoE",
             shape={"model_type": "qwen3_next"},
-            confirmed="the defaults of its transformers class; the built model has 79.7B parameters, as its name says",
+            confirmed="the defaults of its transformers class, which have 79.7B parameters",
         ),
         ModelEntry(
             "kimi-linear-48b",
             "moonshotai/Kimi-Linear-48B-A3B-Instruct",
             "27 layers, 20 KDA of 32 heads x 128 x 128, MoE",
             shape=_KIMI_48B,
-            confirmed="the defaults of its transformers class with 7 MLA layers; the built model has 49.1B parameters",
+            confirmed="the defaults of its transformers class but for 7 MLA layers; they have 49.1B parameters",
         ),
     )
 }

@@ -310,9 +310,7 @@ def _set_until_exit(stack: ExitStack, module: Any, name: str, value: Any) -> Non
     elif name.startswith("_replayssm"):
         stack.callback(delattr, module, name)
     else:
-        raise RunError(
-            f"{getattr(module, '__name__', module)} of transformers {transformers.__version__} has no {name}: this version is not supported"
-        )
+        raise RunError(f"{module.__name__} of transformers {transformers.__version__} has no {name}: this version is not supported")
     setattr(module, name, value)
 
 
