@@ -253,6 +253,7 @@ def token_kernel(
     q_ptr += row * q_row + group * d_k
     k_ptr += row * k_row + group * d_k
     WHOLE: tl.constexpr = d_v % D_V == 0 and d_k == N * SLICES
+    SHORT: tl.constexpr = BY_COLUMN and has_short_cast(RECURRENCE_CAST)
     recurrence = ()
     for s in tl.static_range(SLICES):
         recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN, WHOLE),)
@@ -265,6 +266,12 @@ def token_kernel(
     decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
     for p in range(pieces):
         unknown = (0 * pieces + p) >> 30  # zero, but the compiler does not know: see below
+        # Of the noise. Small programs have the registers to keep its first rounds, which depend on the element only.
+        at_row, when = part * D_V if BY_COLUMN else part * D_V + unknown, first + p
+        noise = ()
+        if SHORT:  # drawn here, it fills the time in which q and k arrive
+            for s in tl.static_range(SLICES):
+                noise += (_noise(seed, when, key, document, at_row, s, d_k, D_V, N, RECURRENCE_CAST, True),)
         gate, u = tl.exp(decay), beta * v.to(tl.float32)
         # What is small is loaded a token ahead.
         ahead = tl.where(pieces > p + 1, 1, 0)
@@ -283,9 +290,7 @@ def token_kernel(
         q_ptr += q_token
         k_ptr += k_token
         o_ptr += heads * d_v
-        # Of the noise. Small programs have the registers to keep its first rounds, which depend on the element only.
-        at_row, when = part * D_V if BY_COLUMN else part * D_V + unknown, first + p
-        if BY_COLUMN and has_short_cast(RECURRENCE_CAST):
+        if SHORT:
             largest, smallest = tl.abs(fold[0]), tl.abs(fold[0])
             for s in tl.static_range(1, SLICES):
                 largest, smallest = tl.maximum(largest, tl.abs(fold[s])), tl.minimum(smallest, tl.abs(fold[s]))
@@ -293,8 +298,10 @@ def token_kernel(
             # A maximum may ignore a NaN; an output made of one does not.
             largest = tl.where(o == o, largest, float("inf"))
             if ordinary(largest, tl.min(smallest, axis=1), RECURRENCE_CAST):
+                recurrence = ()
                 bits = largest.to(tl.int32, bitcast=True)
-                recurrence = _cast_slices(fold, bits, True, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
+                for s in tl.static_range(SLICES):
+                    recurrence += (cast_slice(fold[s], noise[s], bits, True, RECURRENCE_CAST),)
             else:
                 # Rare: one element decides, and the other slices still go the short way. Made of the unknown zero, so that
                 # the compiler computes nothing of it ahead of the branch, for both ways.
@@ -304,11 +311,10 @@ def token_kernel(
                 bits = _largest(hidden, 2, RECURRENCE_CAST, SLICES)
                 recurrence = ()
                 for s in tl.static_range(SLICES):
-                    noise = _noise(seed, when, key, document, at_row + unknown, s, d_k, D_V, N, RECURRENCE_CAST, BY_COLUMN)
                     if ordinary(largest, tl.min(tl.abs(hidden[s]), axis=1), RECURRENCE_CAST):
-                        x = cast_slice(hidden[s], noise, bits, True, RECURRENCE_CAST)
+                        x = cast_slice(hidden[s], noise[s], bits, True, RECURRENCE_CAST)
                     else:
-                        x = cast_slice(hidden[s], noise, bits, False, RECURRENCE_CAST)
+                        x = cast_slice(hidden[s], noise[s], bits, False, RECURRENCE_CAST)
                     recurrence += (x,)
         else:
             recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
