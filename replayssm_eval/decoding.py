@@ -1,9 +1,10 @@
 """Token by token, for transformers' `generate`: a sequence leaves the batch when it ends, and its copies with it.
 
-    model.generate(ids, custom_generate=decode, max_new_tokens=2000)
+    model.generate(ids, custom_generate=decode, session=session, max_new_tokens=2000)
 
 `generate` itself computes every row of the batch until the last one ends; answers of very different lengths then pay for
-the longest. Everything else (processors, sampling, stopping criteria, cache) is `generate`'s own.
+the longest. Everything else (processors, sampling, stopping criteria, cache) is `generate`'s own. With a session on a GPU the
+steps are CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .session import Session
+from .step_graphs import StepGraphs
+
+_LOOK_EVERY = 16  # steps, about, between two looks at what replayed steps have generated
+
 
 def decode(
     model: Any,
@@ -19,37 +25,91 @@ def decode(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    ended: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ended: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    session: Session | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """ids `[R, T]` with what each row generated, filled up with padding after its end; greedy, or sampled with `do_sample`.
 
-    ended(generated, rows): bool `[n]`, whether each of `rows`, which has generated `[n, T]`, ends here; beside the criteria.
+    ended(generated, rows, new): bool `[n]`, whether each of `rows`, which has generated `[n, T]`, ends within its `new` last
+    tokens; beside the criteria. A row that ends so may keep a few tokens after its end. session: what is attached to the model;
+    if its steps can be replayed, ended rows stay until half of the batch has ended.
     """
     prompt = input_ids.shape[1]
-    running = torch.arange(len(input_ids), device=input_ids.device)
+    running = torch.arange(len(input_ids), device=input_ids.device)  # rows in the batch
+    going = torch.ones_like(running, dtype=torch.bool)  # of those: not ended
     padding = generation_config._pad_token_tensor
+    empty = input_ids.new_zeros(()) if padding is None else padding.to(input_ids.dtype).reshape(())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    logits = outputs.logits[:, -1]
+    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    steps: StepGraphs | None = None
+    every = 1
+    if session is not None:
+        every = max(_LOOK_EVERY // session.rows[0].scheme.window, 1) * session.rows[0].scheme.window
+        steps = _replayed_steps(model, session, input_ids, model_kwargs, generation_config.max_length - prompt + every)
+    unseen, length = 0, prompt  # tokens that no criterion has seen; longest row that ended
     while True:
-        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
-        scores = logits_processor(input_ids[running], outputs.logits[:, -1].float())
+        scores = logits_processor(input_ids[running], logits.float())
         tokens = torch.multinomial(scores.softmax(-1), 1)[:, 0] if generation_config.do_sample else scores.argmax(-1)
-        column = input_ids.new_zeros(len(input_ids)) if padding is None else padding.to(input_ids.dtype).expand(len(input_ids)).clone()
-        column[running] = tokens
+        column = empty.repeat(len(input_ids))
+        column[running] = torch.where(going, tokens, empty)
         input_ids = torch.cat([input_ids, column[:, None]], dim=1)
-        # Criteria see all rows: some count them.
-        going = ~stopping_criteria(input_ids, None)[running]
-        if ended is not None:
-            going &= ~ended(input_ids[running, prompt:], running)
-        if not going.any():
-            return input_ids
-        if not going.all():
-            keep = going.nonzero().flatten()
-            model_kwargs = {
-                name: value[keep] if isinstance(value, Tensor) and value.shape[:1] == running.shape else value
-                for name, value in model_kwargs.items()
-            }
-            model_kwargs["cache"].reorder_cache(keep)
-            running = running[keep]
-        inputs = model.prepare_inputs_for_generation(input_ids[running], next_sequence_length=1, **model_kwargs)
-        outputs = model(**inputs, return_dict=True)
+        unseen += 1
+        if steps is None or steps.steps % every == 0:
+            for end in range(input_ids.shape[1] - unseen + 1, input_ids.shape[1] + 1):
+                # Criteria see all rows: some count them.
+                here = going & stopping_criteria(input_ids[:, :end], None)[running]
+                if here.any():
+                    input_ids[running[here], end:] = empty
+                    going, length = going & ~here, end
+            if ended is not None:
+                here = going & ended(input_ids[running, prompt:], running, unseen)
+                if here.any():
+                    going, length = going & ~here, input_ids.shape[1]
+            unseen = 0
+            if not going.any():
+                if steps is not None:
+                    steps.close()
+                return input_ids[:, :length]
+            if not going.all() and (steps is None or 2 * going.sum() <= len(going)):
+                keep = going.nonzero().flatten()
+                model_kwargs = {
+                    name: value[keep] if isinstance(value, Tensor) and value.shape[:1] == running.shape else value
+                    for name, value in model_kwargs.items()
+                }
+                running, going, tokens = running[keep], going[keep], tokens[keep]
+                steps = _move(steps, model_kwargs["cache"], keep)
+        if steps is not None:
+            logits = steps(tokens)
+        else:
+            inputs = model.prepare_inputs_for_generation(input_ids[running], next_sequence_length=1, **model_kwargs)
+            outputs = model(**inputs, return_dict=True)
+            logits = outputs.logits[:, -1]
+            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+
+
+def _replayed_steps(model: Any, session: Session, input_ids: Tensor, model_kwargs: dict[str, Any], room: int) -> StepGraphs | None:
+    """The steps after a prompt, if they can be replayed."""
+    seen = input_ids.shape[1]
+    next_ids = torch.cat([input_ids, input_ids[:, :1]], dim=1)  # of any value: asked for positions only
+    inputs = model.prepare_inputs_for_generation(next_ids, next_sequence_length=1, **model_kwargs)
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = torch.full((len(input_ids), 1), seen, device=input_ids.device)
+    mask = model_kwargs.get("attention_mask")
+    visible = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask[:, :seen].bool()
+    return StepGraphs.begin(model, session, model_kwargs["cache"], positions, visible, room)
+
+
+def _move(steps: StepGraphs | None, cache: Any, keep: Tensor) -> StepGraphs | None:
+    """The batch goes on with the rows `keep`, by new steps if they were replayed."""
+    if steps is None:
+        cache.reorder_cache(keep)
+        return None
+    steps.close()
+    cache.reorder_cache(keep)
+    visible, room = steps.visible()[keep], steps.mask.shape[-1] - int(steps.slot)
+    moved = StepGraphs.begin(steps.model, steps.session, cache, steps.positions[keep], visible, room)
+    assert moved is not None, "what could be replayed can be replayed with fewer rows"
+    return moved

@@ -90,8 +90,7 @@ class Session:
             self._serials[layer] = self._next_serial = self._next_serial + 1
         else:
             carry = self._carries.get(layer)
-            serial, position = (int(x) for x in state[0].tolist())
-            if carry is None or (serial, position) != (self._serials[layer], carry.position):
+            if carry is None or not self._is_next(state, layer, carry):
                 raise RunError(f"layer {layer}: the cache belongs to another sequence than the attached state; start with a new cache")
         self._inputs[layer] = {
             "heads": v.shape[2],
@@ -112,8 +111,18 @@ class Session:
         self._carries[layer] = carry
         self._scanned.append(layer)
         self._finite[layer] = torch.isfinite(o.flatten(1).sum(1))  # one pass: anything not finite makes the sum so
-        token = torch.tensor([self._serials[layer], carry.position], dtype=torch.float32, device=v.device)
-        return o, token.expand(len(self.rows), 2).clone()
+        if state is None:
+            token = torch.tensor([self._serials[layer], 0], dtype=torch.float32, device=v.device).repeat(len(self.rows), 1)
+        else:
+            token = state.clone()
+        token[:, 1] += v.shape[1]
+        return o, token
+
+    def _is_next(self, state: Tensor, layer: int, carry: Carry) -> bool:
+        """Whether the cache holds the token of the last call. A CUDA graph that is being captured has no values to look at."""
+        if state.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        return state[0].tolist() == [self._serials[layer], carry.position]
 
     def _compare_scans(self, o: Tensor, expected: Tensor) -> None:
         """Raises RunError where the Triton scan is not the torch scan.

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from models import nemotron_h, token_ids
+from models import nemotron_h, tiny_nemotron_h, token_ids
 from replayssm_emulation import parse_scheme
 from replayssm_kernels import Row, replay_scan
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from replayssm_eval import attach
+from replayssm_eval import attach, decoding
 from replayssm_eval.decoding import decode
+from replayssm_eval.step_graphs import StepGraphs
 
 PROMPT, ENDS = 9, (3, 14, 1, 8)
 SCHEME = parse_scheme("nvfp4@2")
@@ -22,7 +23,7 @@ class EndsAt(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         assert len(input_ids) == len(self.ends)
-        return input_ids.shape[1] - PROMPT >= self.ends
+        return (input_ids.shape[1] - PROMPT >= self.ends).to(input_ids.device)
 
 
 def generate(session, model, ids, documents, ends, **kwargs) -> list[list[int]]:
@@ -80,6 +81,50 @@ def test_beams_take_their_states_along() -> None:
         session.reorder = lambda rows: (moves.append(rows), reorder(rows))
         assert torch.equal(model.generate(ids, **options), expected)
     assert any(rows != [0, 1, 2] for rows in moves), "no beam moved: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ends", "sizes"),
+    [("nvfp4/fp16@4", (6, 2, 13, 1), {4, 2, 1}), ("nvfp4/fp16@4", (9,) * 4, {4}), ("fp8@1", (5,) * 4, {4})],
+    ids=["leaving", "together", "single-tokens"],
+)
+def test_replayed_steps_are_the_steps(scheme, ends, sizes) -> None:
+    """CUDA graphs on a GPU, the same steps run as they are elsewhere: the tokens of left-padded rows, some of which leave the batch,
+    are those of steps one by one; and bit for bit the copies, if the batches were the same."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, parsed = tiny_nemotron_h().to(device), parse_scheme(scheme)
+    ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(4)]).to(device)
+    padding = (0, 2, 0, 5)
+    mask = torch.tensor([[0] * n + [1] * (PROMPT - n) for n in padding], device=device)
+    replayed = []
+    call = StepGraphs.__call__
+
+    def counted(self, tokens):
+        replayed.append(len(tokens))
+        return call(self, tokens)
+
+    def made(**options):
+        session.start([Row(parsed, seed=3, document=d, prompt=PROMPT, padding=n) for d, n in enumerate(padding)])
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None,
+            stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), custom_generate=decode, **options,
+        )  # fmt: skip
+        return [row[PROMPT : PROMPT + n].tolist() for row, n in zip(out, ends, strict=True)], *session.export()
+
+    with torch.inference_mode(), attach(model, [parsed], backend="triton", probe=False) as session, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepGraphs, "__call__", counted)
+        patch.setattr(decoding, "_LOOK_EVERY", 4)
+        expected, tensors, facts = made()
+        assert not replayed
+        answers, replayed_tensors, replayed_facts = made(session=session)
+    model.to("cpu")
+    assert answers == expected
+    assert set(replayed) == sizes
+    if sizes == {4}:
+        assert replayed_tensors.keys() == tensors.keys()
+        assert [name for name, x in tensors.items() if not torch.equal(x, replayed_tensors[name])] == []
+        for layer, found in facts["layers"].items():
+            assert {**found, "serial": 0} == {**replayed_facts["layers"][layer], "serial": 0}
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

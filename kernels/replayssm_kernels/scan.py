@@ -72,6 +72,8 @@ class Group:
     records: k, v, beta and log_decay, each `[rows, pending, ...]`. flushes: rounded folds so far. changed `[rows, 2]`: in
     how many of those looked at (all, or the newest of every chunk) the cast of the recurrence and of the read copy changed
     anything. zeroed `[rows]`: share of the non-zero elements that the newest read copy holds as zero.
+    lag: int32 `[rows]` on the device, or None for each row's padding: what the Triton scan takes off a position to get the
+    noise's. Launches that are replayed cannot be told a new position, but find another lag there.
     """
 
     rows: list[int]
@@ -81,6 +83,7 @@ class Group:
     changed: Tensor
     zeroed: Tensor
     flushes: int = 0
+    lag: Tensor | None = None
 
 
 @dataclass

@@ -66,6 +66,11 @@ def _numbers(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.tensor([v - (1 << 64) if v >= 1 << 63 else v for v in values], dtype=dtype, device=device)
 
 
+def _of(x: Tensor, index: Sequence[int]) -> Tensor:
+    """Rows of x: no copy if they are all, and no copy from the host, which a CUDA graph could not hold."""
+    return x if list(index) == list(range(len(x))) else x[_numbers(tuple(index), torch.int64, x.device)]
+
+
 def _inner(x: Tensor) -> Tensor:
     """x `[R, T, a, b]` with its last two axes contiguous; kernels take any stride of the others."""
     return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
@@ -140,7 +145,7 @@ def _launches(
         place = _numbers(tuple(members), torch.int32, device)
         seed = _numbers(tuple(rows[m].seed for m in members), torch.int64, device)
         document = _numbers(tuple(rows[m].document for m in members), torch.int64, device)
-        padding = _numbers(tuple(rows[m].padding for m in members), torch.int32, device)
+        padding = _numbers(tuple(rows[m].padding for m in members), torch.int32, device) if group.lag is None else _of(group.lag, members)
         tiles = tiles_of(found, by_token, d_v, d_k)
         grid = (heads, len(members), tiles.parts)
         queries, keys = full if by_token else (q, k)
@@ -237,7 +242,7 @@ def scan_groups(
         inputs: tuple[Tensor, ...] = (q, k, v, beta, log_decay)
         if pending:
             records = (q.new_zeros(len(index), pending, *q.shape[2:]), *group.records)
-            inputs = tuple(torch.cat([old, x[index].to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True))
+            inputs = tuple(torch.cat([old, _of(x, index).to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True))
             index, target = list(range(len(index))), torch.full(inputs[2].shape, torch.nan, device=o.device)
         fold, work = _launches(inputs, target, group, members, index, first, cuts, layer)
         launches += work
@@ -245,14 +250,16 @@ def scan_groups(
     _run_side_by_side(launches, v.device)
     for group, members, inputs, index, target, fold, cuts, pending, tail in finish:
         if pending:
-            o[group.rows] = target[:, pending:]
-        group.records = tuple(x[index, x.shape[1] - tail :].clone() for x in inputs[1:])
+            o[_numbers(tuple(group.rows), torch.int64, o.device)] = target[:, pending:]
+        group.records = tuple(_of(x, index)[:, x.shape[1] - tail :].clone() for x in inputs[1:])
         if rounded := sum(r for _, r in cuts):
             assert cuts[-1][1], "a fold is not rounded only in a prompt, and that comes first"
             group.flushes += rounded
-            chained = torch.tensor([row.scheme.cast == "chained" for row in members], device=v.device).view(-1, 1, 1, 1)
-            shared = torch.tensor([row.scheme.read is None for row in members], device=v.device)
-            source = torch.where(chained, group.recurrence, fold)
+            chained, shared = (
+                _numbers(tuple(flags), torch.bool, v.device)
+                for flags in ([row.scheme.cast == "chained" for row in members], [row.scheme.read is None for row in members])
+            )
+            source = torch.where(chained.view(-1, 1, 1, 1), group.recurrence, fold)
             group.changed[:, 0] += (group.recurrence != fold).flatten(1).any(1)
             group.changed[:, 1] += (group.read != source).flatten(1).any(1) & ~shared
             held = fold != 0
