@@ -122,29 +122,33 @@ class StepGraphs:
 
     def _capture(self) -> None:
         held = [(carry.position, carry.groups[0].records, carry.groups[0].flushes) for carry in self.carries]
-        graphs, pool = [], torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle()
+        graphs: list[torch.cuda.CUDAGraph] = []
         try:
             for place in range(self.window):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     self.logits.append(self._step(place))
                 graphs.append(graph)
+            self.graphs = graphs
         except RuntimeError as error:
             warnings.warn(f"decoding without CUDA graphs, which is slower: {str(error).splitlines()[0]}", stacklevel=2)
-            graphs = None
-        self.graphs = graphs
+            self.graphs = None
         # Capturing computed nothing: nothing has been folded, and where the window began there were no records.
         for carry, (position, records, flushes) in zip(self.carries, held, strict=True):
             carry.position, carry.groups[0].flushes = position, flushes
-            if graphs is None:
+            if self.graphs is None:
                 carry.groups[0].records = records
 
 
 def _static(layer: DynamicLayer, seen: int, room: int) -> StaticLayer:
     """The keys and values of a layer with room for as many tokens."""
-    static = StaticLayer(seen + room)
-    static.lazy_initialization(layer.keys, layer.values)
-    static.keys[:, :, :seen] = layer.keys
-    static.values[:, :, :seen] = layer.values
+    static, keys, values = StaticLayer(seen + room), layer.keys, layer.values
+    assert keys is not None
+    assert values is not None
+    static.lazy_initialization(keys, values)
+    for whole, part in ((static.keys, keys), (static.values, values)):
+        assert whole is not None
+        whole[:, :, :seen] = part
     static.cumulative_length.fill_(seen)
     return static

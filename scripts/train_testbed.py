@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from replayssm_tasks.progression import LENGTHS, training_text
+from replayssm_tasks.progression import LENGTHS, LETTERS, training_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedTokenizerFast
@@ -103,14 +103,15 @@ class Rows(IterableDataset):
     A document's prompt cannot be foretold: its targets are -100, which the loss leaves out.
     """
 
-    def __init__(self, tokens, tokenizer, context, share, longest, seed):
-        self.tokens, self.tokenizer, self.context, self.share, self.longest, self.seed = tokens, tokenizer, context, share, longest, seed
+    def __init__(self, tokens, tokenizer, context, share, longest, letters, seed):
+        self.tokens, self.tokenizer, self.context, self.share, self.seed = tokens, tokenizer, context, share, seed
+        self.lengths, self.letters = (LENGTHS[0], longest), letters
 
     def __iter__(self):
         worker = get_worker_info()
         seed = 1000 * self.seed + (worker.id if worker else 0)
         generator = torch.Generator().manual_seed(seed)
-        documents = training_text(1 << 40, seed, (LENGTHS[0], self.longest))
+        documents = training_text(1 << 40, seed, self.lengths, self.letters)
         while True:
             if torch.rand((), generator=generator) < self.share:
                 yield self.of_task(documents)
@@ -185,6 +186,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression")
     parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the task's longest answer")
+    parser.add_argument("--letters", type=int, default=LETTERS, help="of the task's tables: how much has to be remembered")
     parser.add_argument("--workers", type=int, default=4, help="processes that make batches")
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--lr", type=float, default=4e-3)
@@ -228,7 +230,7 @@ def main():
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device == "cuda")
     loader = DataLoader(
-        Rows(tokens, tokenizer, args.context, args.task_share, args.longest, args.seed),
+        Rows(tokens, tokenizer, args.context, args.task_share, args.longest, args.letters, args.seed),
         batch_size=args.batch,
         num_workers=args.workers,
         pin_memory=device == "cuda",

@@ -41,7 +41,7 @@ def specialisation(scheme: Scheme, d_v: int, d_k: int) -> tuple | None:
     return recurrence, read, scheme.read is None, scheme.cast == "chained", scheme.flush_reads == "fold"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _pieces(first: int, cuts: tuple[tuple[int, bool], ...], stop: int, device: torch.device) -> tuple[Tensor, bool]:
     """(piece, LONG) of `window_kernel` for folds `cuts` in tokens [first, stop), counted from `first`.
 
