@@ -52,7 +52,7 @@ def answer(steps: Sequence[int], laps: int) -> str:
 
 
 def _lap(steps: Sequence[int], left: int) -> str:
-    symbols = (f"{letter}{int((step + left) % 10 >= 5)}" for letter, step in zip(string.ascii_lowercase, steps, strict=False))
+    symbols = (f"{letter}{(step + left) % 10}" for letter, step in zip(string.ascii_lowercase, steps, strict=False))
     return ".".join(f"{left:03}") + "".join(symbols)
 
 
