@@ -30,7 +30,8 @@ HALF_LIVES = (4.0, 32768.0)  # tokens
 CHUNK = 64  # tokens between two states
 BLOCK = 16  # tokens that share a reference for the decay of KDA's channels
 FLOOR = -5.0  # least log-decay of a token and channel in training
-SLACK = 1.0
+SLACK = 1.0  # what the bounds of exponents leave to rounding
+LEAST_BETA = 1 / 512  # at initialisation: erases half of the state in about 23,000 tokens
 
 
 def build_model(kind, vocab_size, pattern, hidden):
@@ -69,6 +70,8 @@ def build_model(kind, vocab_size, pattern, hidden):
         raise SystemExit(f"--pattern {pattern}: {kind} has layers M and * only, each with its MLP")
     common |= {
         "num_hidden_layers": len(pattern),
+        # The norm behind a head must not damp a state that is written with a small β.
+        "rms_norm_eps": 1e-8,
         "layer_types": ["full_attention" if layer == "*" else "linear_attention" for layer in pattern],
     }
     if kind == "gdn":
@@ -121,6 +124,41 @@ def set_long_memory(model, generator):
 
 
 @torch.no_grad()
+def set_rare_writes(model, ids):
+    """β of a slow delta-rule head small: it erases along its keys as slowly as it decays. ids: some text `[1, T]`.
+
+    Each write erases a share β of what lies along its key, on average β/d_k of the state. At β = 1/2 nothing outlives a few
+    hundred tokens, whatever α is. β has no bias, so one channel of the embeddings is made constant, which blocks leave alone
+    at first, and β's projection reads it; how large it is behind a layer's norm is measured on the way.
+    """
+    model.get_input_embeddings().weight[:, 0] = 1.0
+    hooks = []
+
+    def set_beta(mixer, args, kwargs):
+        gate = getattr(mixer, "forget_gate", mixer)
+        step = F.softplus(gate.dt_bias.double()).view(gate.A_log.numel(), -1).log().mean(1).exp()
+        decay = gate.A_log.double().exp().flatten() * step
+        d_k = mixer.head_k_dim if hasattr(mixer, "head_k_dim") else mixer.head_dim
+        beta = (d_k * decay).clamp(LEAST_BETA, 0.5)
+        constant = kwargs["hidden_states"][..., 0].double().mean()
+        beta_projection(mixer).weight[:, 0] = torch.logit(beta) / constant
+
+    for name, module in model.named_modules():
+        if name.endswith((".out_proj", ".o_proj", ".down_proj")):
+            module.weight[0] = 0.0
+        if beta_projection(module) is not None:
+            hooks.append(module.register_forward_pre_hook(set_beta, with_kwargs=True))
+    model.model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+def beta_projection(module):
+    """The layer that β comes from, of a delta-rule mixer; None of any other module."""
+    return getattr(module, "in_proj_b", getattr(module, "b_proj", None))
+
+
+@torch.no_grad()
 def half_lives(model):
     """Half-life in tokens of each state head at its bias-only Δ, per layer, sorted; of KDA the least, median and longest channel."""
     out = {}
@@ -170,8 +208,8 @@ def causal_conv(hidden_states, weight, bias=None, activation=None, **kwargs):
 def linear_scan(transition: Tensor, update: Tensor, adjoint: bool) -> Tensor:
     """x_i = M_i x_{i-1} + N_i over the first dimension, from x = 0; or its adjoint x_i = M_{i+1}ᵀ x_{i+1} + N_i, from the end.
 
-    In true fp32: TF32 would round the state at each of 256 chunks, downwards, as if all heads forgot faster. The products
-    are small, so the time is that of the launches. An operator of its own, so that torch.compile does not unroll the loop.
+    In true fp32: with TF32 the state would be rounded at each of 256 chunks. The products are small, so the time is that of
+    the launches. An operator of its own, so that torch.compile does not unroll the loop.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -30,13 +30,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from replayssm_tasks.progression import LENGTHS, training_text
-from testbed_models import KINDS, PATTERN, build_model, half_lives, set_long_memory, use_training_functions
+from testbed_models import KINDS, PATTERN, build_model, half_lives, set_long_memory, set_rare_writes, use_training_functions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-MEMORY_SPEED = 0.1  # learning rate of A and Δ's bias, relative to the rest
+MEMORY_SPEED = 0.1  # learning rate of A, Δ's bias and β's projection, relative to the rest
 
 
 def read_folder(folder):
@@ -136,6 +136,7 @@ def main():
         default=math.inf,
         help="stop after the step that ends past this, counted from the end of step 0, which compiles; the rate has then fallen to its end",
     )
+    parser.add_argument("--half-beta", action="store_true", help="gdn, kda: start all heads with β near 1/2, which hardly remembers")
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     args.pattern = args.pattern or PATTERN[args.kind]
@@ -157,14 +158,17 @@ def main():
     model = build_model(args.kind, len(tokenizer), args.pattern, args.hidden).to(device)
     set_long_memory(model, generator)
     use_training_functions(args.kind)
+    if args.kind != "mamba2" and not args.half_beta:
+        set_rare_writes(model, tokens[None, :1024].long().to(device))
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters", flush=True)
 
     # Half-lives move slowly: at full speed training shortens the slow heads tenfold before it has learnt to use them.
     named = list(model.named_parameters())
-    memory = [p for n, p in named if n.endswith(("A_log", "dt_bias"))]
-    decayed = [p for _, p in named if p.ndim == 2]
-    plain = [p for n, p in named if p.ndim != 2 and not n.endswith(("A_log", "dt_bias"))]
+    slow = ("A_log", "dt_bias", ".in_proj_b.weight", ".b_proj.weight")
+    memory = [p for n, p in named if n.endswith(slow)]
+    decayed = [p for n, p in named if p.ndim == 2 and not n.endswith(slow)]
+    plain = [p for n, p in named if p.ndim != 2 and not n.endswith(slow)]
     groups = [
         {"params": decayed, "weight_decay": 0.1, "speed": 1.0},
         {"params": plain, "weight_decay": 0.0, "speed": 1.0},

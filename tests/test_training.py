@@ -113,6 +113,27 @@ def test_memory_is_long_from_the_start(models, kind) -> None:
             assert all(least < middle < longest for least, middle, longest in heads)
 
 
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_slow_heads_write_rarely_from_the_start(models, kind) -> None:
+    """Each layer's fastest head has β near 1/2, its slowest a small one: behind every layer's norm the constant is seen."""
+    torch.manual_seed(0)
+    model = models.build_model(kind, 512, "MM*M", 128)
+    models.set_long_memory(model, torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 512, (1, 200))
+    models.set_rare_writes(model, ids)
+    seen = []
+    for module in model.modules():
+        if models.beta_projection(module) is not None:
+            models.beta_projection(module).register_forward_hook(lambda _, __, out: seen.append(out.sigmoid().mean((0, 1))))
+    with torch.no_grad():
+        model.model(input_ids=ids, use_cache=False)
+    assert len(seen) == 3
+    for beta in seen:
+        assert beta[0] > 0.2
+        assert beta[-1] < 0.1
+        assert beta[-1] < beta[0] / 4
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folders of two steps of the script, by kind; the runs side by side."""
