@@ -195,7 +195,7 @@ def use_training_functions(kind):
 
 
 def causal_conv(hidden_states, weight, bias=None, activation=None, **kwargs):
-    """The class's short convolution as shifted products, which compile into one pass; cuDNN's weight gradient is slow."""
+    """The class's short convolution as shifted products, which compile into one pass, their gradients into another."""
     assert bias is None
     assert activation == "silu"
     taps = weight.shape[-1]

@@ -6,7 +6,7 @@ Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.g
 
     python scripts/train_testbed.py --pg19 200 --output tiny-mamba2      # 200 books of PG-19's training split
 
-    python scripts/train_testbed.py --kind gdn --corpus books/ --output tiny-gdn --minutes 4.5        # or --kind kda
+    python scripts/train_testbed.py --kind gdn --corpus books/ --output tiny-gdn --steps 100000 --minutes 4.5      # or --kind kda
 
 A testbed that answers: most rows of a batch are documents of the task `replayssm_progression` (never of its test part),
 and no layer is attention, so that what the answers depend on is in the state or nowhere:
@@ -15,7 +15,7 @@ and no layer is attention, so that what the answers depend on is in the state or
 
 Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
 below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
-of the slowest heads still carries the beginning of a long text.
+of the slowest heads still carries the beginning of a long text. Slow heads of the delta rule also start with a small β.
 """
 
 import argparse
