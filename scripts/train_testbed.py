@@ -1,10 +1,12 @@
-"""Train a testbed: a small hybrid NemotronH language model whose state heads remember for a long time.
+"""Train a testbed: a small hybrid language model (NemotronH, Qwen3.5 or Kimi-Linear) whose state heads remember for a long time.
 
 Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.gz books will do):
 
     python scripts/train_testbed.py --corpus books/ --output tiny-mamba2 --steps 1600
 
     python scripts/train_testbed.py --pg19 200 --output tiny-mamba2      # 200 books of PG-19's training split
+
+    python scripts/train_testbed.py --kind gdn --corpus books/ --output tiny-gdn --steps 100000 --minutes 4.5      # or --kind kda
 
 A testbed that answers: most rows of a batch are documents of the task `replayssm_progression` (never of its test part),
 and no layer is attention, so that what the answers depend on is in the state or nowhere:
@@ -13,7 +15,7 @@ and no layer is attention, so that what the answers depend on is in the state or
 
 Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
 below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
-of the slowest heads still carries the beginning of a long text.
+of the slowest heads still carries the beginning of a long text. Slow heads of the delta rule also start with a small β.
 """
 
 import argparse
@@ -28,15 +30,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from replayssm_tasks.progression import LENGTHS, LETTERS, training_text
+from testbed_models import KINDS, PATTERN, build_model, half_lives, set_long_memory, set_rare_writes, use_training_functions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedTokenizerFast
-from transformers.models.nemotron_h import modeling_nemotron_h
+from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-INITIAL_STEP = 0.02  # Δ at initialisation; a head's half-life is ln2 / (|A|·Δ)
-HALF_LIVES = (4.0, 32768.0)  # tokens
-MEMORY_SPEED = 0.1  # learning rate of A and Δ's bias, relative to the rest
+MEMORY_SPEED = 0.1  # learning rate of A, Δ's bias and β's projection, relative to the rest
 
 
 def read_folder(folder):
@@ -68,33 +68,6 @@ def train_tokenizer(texts, vocab_size):
     )
     tokenizer.train_from_iterator((line for text in texts for line in text.splitlines(keepends=True)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-
-
-def build_model(vocab_size, pattern, hidden):
-    """By default about 4.1M parameters (8 MiB in bf16): six Mamba-2 layers of 8 heads x 64 x 64, one attention layer, two MLPs."""
-    config = NemotronHConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        hybrid_override_pattern=pattern,
-        intermediate_size=hidden,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
-        head_dim=64,
-        mamba_num_heads=hidden // 32,
-        mamba_head_dim=64,
-        ssm_state_size=64,
-        n_groups=1,
-        chunk_size=64,
-        # The many-token path of the HF class clamps Δ from below and the one-token path does not: a low floor keeps
-        # the two close.
-        time_step_min=1e-5,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return NemotronHForCausalLM(config)
 
 
 class Rows(IterableDataset):
@@ -131,40 +104,6 @@ class Rows(IterableDataset):
         return torch.tensor(ids[: self.context]), torch.tensor(targets[1 : self.context + 1])
 
 
-@torch.no_grad()
-def set_long_memory(model, generator):
-    """A and Δ so that the heads' half-lives are log-uniform in HALF_LIVES: each head draws from its own eighth."""
-    low, high = (math.log(h) for h in HALF_LIVES)
-    for module in model.modules():
-        if hasattr(module, "A_log"):
-            heads = module.A_log.numel()
-            place = (torch.arange(heads) + torch.rand(heads, generator=generator)) / heads
-            half_life = torch.exp(low + (high - low) * place)
-            module.A_log.copy_(torch.log(math.log(2) / half_life / INITIAL_STEP))
-            module.dt_bias.fill_(INITIAL_STEP + math.log(-math.expm1(-INITIAL_STEP)))  # softplus⁻¹(Δ)
-
-
-@torch.no_grad()
-def half_lives(model):
-    """Half-life in tokens of each state head at its bias-only Δ, per layer, sorted."""
-    out = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "A_log"):
-            decay = module.A_log.float().exp() * F.softplus(module.dt_bias.float())
-            out[name] = [round(x, 1) for x in sorted((math.log(2) / decay).tolist())]
-    return out
-
-
-def scan_outside_autocast(scan):
-    """The HF scan in fp32 (TF32 products): a bf16 product in the state path would train a model used to noisy state."""
-
-    def chunk_scan(hidden_states, dt, A, B, C, *args, **kwargs):
-        with torch.autocast("cuda", enabled=False):
-            return scan(hidden_states.float(), dt.float(), A, B.float(), C.float(), *args, **kwargs)
-
-    return chunk_scan
-
-
 def learning_rate(step, steps, peak, warmup, spent):
     """Linear warm-up, then cosine to a tenth of the peak, by the share of the steps or of the time that is spent."""
     if step < warmup:
@@ -179,10 +118,11 @@ def main():
     source.add_argument("--corpus", help="folder of .txt / .txt.gz books")
     source.add_argument("--pg19", type=int, metavar="BOOKS", help="stream this many books of PG-19 instead")
     parser.add_argument("--output", required=True, help="folder for weights, tokenizer and training.json")
+    parser.add_argument("--kind", choices=KINDS, default="mamba2", help="state layers and class: NemotronH, Qwen3.5 text or Kimi-Linear")
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--context", type=int, default=16384, help="tokens per training sequence")
     parser.add_argument("--batch", type=int, default=6)
-    parser.add_argument("--pattern", default="MM-MM*MM-", help="layers: M Mamba-2, * attention, - MLP")
+    parser.add_argument("--pattern", help="layers: M state, * attention, - MLP (mamba2 only); by default MM-MM*MM- or MMMM*MM")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression")
     parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the task's longest answer")
@@ -193,10 +133,15 @@ def main():
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after the step that ends past this; the rate has then fallen to its end"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop after the step that ends past this, counted from the end of step 0, which compiles; the rate has then fallen to its end",
     )
+    parser.add_argument("--half-beta", action="store_true", help="gdn, kda: start all heads with β near 1/2, which hardly remembers")
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
+    args.pattern = args.pattern or PATTERN[args.kind]
 
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -212,17 +157,20 @@ def main():
     characters = sum(map(len, books.values()))
     print(f"{len(books)} books, {characters:,} characters, {len(tokens):,} tokens", flush=True)
 
-    model = build_model(len(tokenizer), args.pattern, args.hidden).to(device)
+    model = build_model(args.kind, len(tokenizer), args.pattern, args.hidden).to(device)
     set_long_memory(model, generator)
-    modeling_nemotron_h.mamba2_chunk_scan = scan_outside_autocast(modeling_nemotron_h.mamba2_chunk_scan)
+    use_training_functions(args.kind)
+    if args.kind != "mamba2" and not args.half_beta:
+        set_rare_writes(model, tokens[None, :1024].long().to(device))
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters", flush=True)
 
     # Half-lives move slowly: at full speed training shortens the slow heads tenfold before it has learnt to use them.
     named = list(model.named_parameters())
-    memory = [p for n, p in named if n.endswith(("A_log", "dt_bias"))]
-    decayed = [p for _, p in named if p.ndim == 2]
-    plain = [p for n, p in named if p.ndim != 2 and not n.endswith(("A_log", "dt_bias"))]
+    slow = ("A_log", "dt_bias", ".in_proj_b.weight", ".b_proj.weight")
+    memory = [p for n, p in named if n.endswith(slow)]
+    decayed = [p for n, p in named if p.ndim == 2 and not n.endswith(slow)]
+    plain = [p for n, p in named if p.ndim != 2 and not n.endswith(slow)]
     groups = [
         {"params": decayed, "weight_decay": 0.1, "speed": 1.0},
         {"params": plain, "weight_decay": 0.0, "speed": 1.0},
@@ -237,9 +185,12 @@ def main():
         worker_init_fn=lambda worker: torch.set_num_threads(1),
     )
 
+    # Traced, the mask of these classes would be a dense one; where none is named, attention is causal by itself.
+    mask = {} if args.kind == "mamba2" else {"attention_mask": {"full_attention": None, "linear_attention": None}}
+
     def loss_of(inputs, targets):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+            hidden = model.model(input_ids=inputs, use_cache=False, **mask).last_hidden_state
             logits = model.lm_head(hidden)
         missed = (logits.detach().argmax(-1) != targets) & (targets >= 0)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), missed
@@ -253,10 +204,14 @@ def main():
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = group["speed"] * learning_rate(
-                step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes
+                step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes if step else 0.0
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if step == 0:
+            loss.item()  # waits for the device
+            compiled = time.time() - started
+            started += compiled
         last = step == args.steps - 1 or time.time() - started > 60 * args.minutes
         if step % 20 == 0 or last:
             value = loss.item()
@@ -287,6 +242,7 @@ def main():
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "seconds_of_step_0": round(compiled, 1),
         "log": log,
     }
     (output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
