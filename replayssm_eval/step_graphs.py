@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from .attention import NAME
 from .session import Session
@@ -58,7 +58,7 @@ class StepGraphs:
         alike = all(len(carry.groups) == 1 and carry.groups[0].rows == carries[0].groups[0].rows for carry in carries)
         at_start = alike and all(carry.groups[0].records[0].shape[1] == 0 for carry in carries)
         scheduled = all(row.flushes is None for row in session.rows)
-        known = all(type(layer) in (DynamicLayer, StaticLayer, LinearAttentionLayer) for layer in cache.layers)
+        known = all(type(layer) in (DynamicLayer, StaticLayer, LinearAttentionLayer, DummyLayer) for layer in cache.layers)
         masked = model.config.get_text_config()._attn_implementation == NAME or not any(
             isinstance(layer, (DynamicLayer, StaticLayer)) for layer in cache.layers
         )

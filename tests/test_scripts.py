@@ -75,3 +75,18 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(arguments) -> None:
     done = script("compile_kernels.py", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("compiled in") == arguments.count("--scheme")
+
+
+def test_scans_for_the_sanitizer_run_without_it() -> None:
+    done = script("sanitize_scans.py", "--device", "cpu", "--backend", "torch", "--tool", "memcheck")
+    assert "all outputs written" in done.stdout
+    assert done.returncode == 1, "CI has no compute-sanitizer"
+    assert "not on PATH" in done.stderr
+
+
+def test_generation_benchmark_compares_answers() -> None:
+    done = script("bench_generate.py", "--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "6", "--scheme", "nvfp4@2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [row["way"] for row in report["rows"]] == ["transformers", "step by step", "replayed"]
+    assert report["rows"][-1]["same_tokens"] == 1
