@@ -125,7 +125,7 @@ def main():
     parser.add_argument("--pattern", help="layers: M state, * attention, - MLP (mamba2 only); by default MM-MM*MM- or MMMM*MM")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression")
-    parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the task's longest answer")
+    parser.add_argument("--longest", type=int, default=2 * LENGTHS[1], help="characters of the longest answer")
     parser.add_argument("--letters", type=int, default=LETTERS, help="of the task's tables: how much has to be remembered")
     parser.add_argument("--workers", type=int, default=4, help="processes that make batches")
     parser.add_argument("--steps", type=int, default=1600)

@@ -42,7 +42,7 @@ from typing import Any
 from replayssm_emulation.errors import UsageError
 
 LETTERS = 8
-LENGTHS = (22, 4000)  # characters of the answer: shortest, longest
+LENGTHS = (22, 2000)  # characters of the answer: shortest, longest
 _MOST_LAPS = 999
 
 
