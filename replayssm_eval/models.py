@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replayssm_emulation import UsageError
+from replayssm_emulation import RunError, UsageError
 
 from .registry import REGISTRY, ModelEntry
 
@@ -79,7 +79,7 @@ def load(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {device} cannot be used: {str(error).strip().splitlines()[0]}") from None
     if random_weights:
-        return _random(name, entry, dtype, device)
+        return _random(name, entry, dtype, device, device_map)
     torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and entry and entry.testbed:
         torch_dtype = torch.float32
@@ -119,7 +119,7 @@ def load(
     return Loaded(model, tokenizer, _facts(name, entry.location if entry else name, model, found))
 
 
-def _random(name: str, entry: ModelEntry | None, dtype: str, device: str) -> Loaded:
+def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device_map: str | None) -> Loaded:
     """The true shape of `entry` with random weights, and the testbed's tokenizer (its ids are valid in any vocabulary)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -129,18 +129,62 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str) -> Loa
         raise UsageError(f"--random-weights: the true shape of {name} is not registered; known: {known}")
     config = AutoConfig.for_model(**entry.shape)
     torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    gpu = torch.device(device).type == "cuda"
     with torch.device("meta"):
-        needed = AutoModelForCausalLM.from_config(config).num_parameters() * torch_dtype.itemsize
-    there = torch.cuda.mem_get_info(device)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        raise UsageError(f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {device} has {there / 2**30:.0f}")
-    devices = [torch.device(device)] if gpu else []
-    with torch.random.fork_rng(devices=devices), torch.device(device):
+        empty = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+    placement = {"": device} if device_map is None else _spread(name, empty, device_map)
+    for place in {torch.device(p) for p in placement.values()}:
+        gpu = place.type == "cuda"
+        needed = sum(p.numel() * p.itemsize for at, p in empty.named_parameters() if torch.device(_place_of(at, placement)) == place)
+        there = torch.cuda.mem_get_info(place)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > there:
+            raise UsageError(f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {place} has {there / 2**30:.0f}")
+    with torch.random.fork_rng(devices=[p for p in {torch.device(p) for p in placement.values()} if p.type == "cuda"]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype).eval()
+        model = _filled(empty, placement)
     tokenizer = AutoTokenizer.from_pretrained(_ASSETS / "tiny-mamba2")
     return Loaded(model, tokenizer, {**_facts(name, entry.location, model, None), "random_weights": True, "tokenizer": "tiny-mamba2"})
+
+
+def _spread(name: str, empty: Any, device_map: str) -> dict[str, Any]:
+    """Device by module of a model without weights, as transformers spreads checkpoints over GPUs."""
+    import torch
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    if device_map != "auto":
+        raise UsageError(f"--device-map {device_map}: random weights are spread by auto only")
+    options = {"no_split_module_classes": empty._no_split_modules, "dtype": empty.dtype}
+    placement = infer_auto_device_map(empty, max_memory=get_balanced_memory(empty, **options), **options)
+    if torch.cuda.is_available() and (elsewhere := {str(p) for p in placement.values()} & {"cpu", "disk"}):
+        raise UsageError(
+            f"{name}: its weights do not fit on {torch.cuda.device_count()} GPUs, some would go to {', '.join(sorted(elsewhere))}"
+        )
+    return placement
+
+
+def _place_of(parameter: str, placement: dict[str, Any]) -> Any:
+    """The device of a parameter: that of the longest module name which begins its own."""
+    return placement[max((at for at in placement if at == "" or f"{parameter}.".startswith(f"{at}.")), key=len)]
+
+
+def _filled(empty: Any, placement: dict[str, Any]) -> Any:
+    """A model that was built without weights, with random ones where `placement` says."""
+    import torch
+    from accelerate import dispatch_model
+
+    for at, place in placement.items():
+        empty.get_submodule(at).to_empty(device=place)
+    floating = {at: x for at, x in [*empty.named_parameters(), *empty.named_buffers()] if x.is_floating_point()}
+    with torch.no_grad():
+        for x in floating.values():
+            x.fill_(torch.nan)
+    for module in empty.modules():
+        module._is_hf_initialized = False  # they were, without memory
+    empty.init_weights()
+    if left := [at for at, x in floating.items() if x.isnan().any()]:
+        raise RunError(f"{type(empty).__name__} leaves {left[:3]} without a value: random weights cannot be made")
+    model = empty.eval()
+    return model if len(placement) == 1 else dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)
 
 
 def _facts(name: str, location: str, model: Any, revision: str | None) -> dict[str, Any]:

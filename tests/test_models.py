@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replayssm_emulation import UsageError
+from replayssm_emulation import RunError, UsageError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from replayssm_eval import models, run_kl
@@ -51,6 +51,27 @@ def test_random_weights_are_repeatable_and_leave_the_generator_alone(tiny) -> No
     assert one.model.dtype == torch.bfloat16
     assert models.weights_digest(one.model) == models.weights_digest(two.model)
     assert not one.model.training
+
+
+def test_random_weights_where_a_map_says(tiny) -> None:
+    """Every value is made, none is left of the memory's past: that a model without weights is filled as one on a single device."""
+    spread = models.load("nemotron-3-nano-4b", device="cpu", device_map="auto", random_weights=True).model
+    alone = models.load("nemotron-3-nano-4b", device="cpu", random_weights=True).model
+    assert models.weights_digest(spread) == models.weights_digest(alone)
+    assert {p.device.type for p in spread.parameters()} == {"cpu"}
+    with pytest.raises(UsageError, match="--device-map balanced"):
+        models.load("nemotron-3-nano-4b", device="cpu", device_map="balanced", random_weights=True)
+    scales = {at: p.float().std().item() for at, p in alone.named_parameters() if at.endswith("proj.weight")}
+    assert scales
+    assert all(0.001 < scale < 0.1 for scale in scales.values())
+
+
+def test_a_weight_that_nobody_makes_is_an_error(tiny, monkeypatch) -> None:
+    from transformers import NemotronHForCausalLM
+
+    monkeypatch.setattr(NemotronHForCausalLM, "init_weights", lambda self: None)
+    with pytest.raises(RunError, match="without a value"):
+        models.load("nemotron-3-nano-4b", device="cpu", random_weights=True)
 
 
 def test_random_weights_are_marked_in_every_output(tiny, tmp_path) -> None:
