@@ -45,6 +45,14 @@ def location_of(name: str) -> str:
     return name if entry is None else str(_ASSETS / entry.location) if entry.testbed else entry.location
 
 
+def auto_class(config: Any) -> Any:
+    """The transformers class that builds a model of `config` with a language head: some families have one for images and text only."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 def load(
     name: str,
     *,
@@ -64,7 +72,7 @@ def load(
     """
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from .families import family_of
     from .hub import hub_reachable
@@ -95,7 +103,7 @@ def load(
         family_of(config.get_text_config())  # refuse before the weights are fetched
         tokenizer = AutoTokenizer.from_pretrained(location, **common)
         placement = {"device_map": device_map} if device_map else {}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             location, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **placement, **common
         )
     except UsageError:
@@ -122,7 +130,7 @@ def load(
 def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device_map: str | None) -> Loaded:
     """The true shape of `entry` with random weights, and the testbed's tokenizer (its ids are valid in any vocabulary)."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     if entry is None or entry.shape is None:
         known = ", ".join(e.name for e in REGISTRY.values() if e.shape)
@@ -130,7 +138,7 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device
     config = AutoConfig.for_model(**entry.shape)
     torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+        empty = auto_class(config).from_config(config, dtype=torch_dtype)
     placement = {"": device} if device_map is None else _spread(name, empty, device_map)
     for place in {torch.device(p) for p in placement.values()}:
         gpu = place.type == "cuda"

@@ -148,5 +148,12 @@ REGISTRY = {
             shape=_KIMI_48B,
             confirmed="the defaults of its transformers class but for 7 MLA layers; they have 49.1B parameters",
         ),
+        ModelEntry(
+            "glm-5.3-flash",
+            "zai-org/GLM-5.3-Flash",
+            "45 layers, 34 KDA of 64 heads x 128 x 128, MoE; the part that reads text",
+            shape={"model_type": "glm5_next"},
+            confirmed="nothing but the defaults of its transformers class",
+        ),
     )
 }

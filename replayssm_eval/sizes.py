@@ -6,7 +6,7 @@ from typing import Any
 from replayssm_emulation import Scheme, UsageError, parse_scheme
 from replayssm_emulation.scheme import Copy
 
-from .models import location_of
+from .models import auto_class, location_of
 from .registry import REGISTRY
 
 SCHEMES = ("fp32@1", "fp16@16", "fp8@16", "nvfp4@16", "fp8/fp16@16", "nvfp4/fp16@16")
@@ -38,13 +38,14 @@ def model_sizes(name: str) -> dict[str, Any]:
     text = config.get_text_config()
     family = family_of(text)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text)
+        kind = auto_class(text)
+        model = kind.from_config(text if kind is AutoModelForCausalLM else config)
     layers = state_layers(model)
     heads, groups, d_v, d_k = family.shape(next(iter(layers.values())))
     gates = heads * (d_k + 1 if family.per_channel else 2 if family.delta else 1)  # log α and β; Mamba-2 has both from Δ
     record = len(layers) * (2 * (heads * d_v + groups * d_k) + 4 * gates)
     elements = len(layers) * heads * d_v * d_k
-    attention = sum(kind in ("full_attention", "hybrid") for kind in text.layer_types)
+    attention = sum(kind in ("full_attention", "hybrid", "indexed_attention") for kind in text.layer_types)
     kv = 2 * attention * _kv_width(text)
     return {
         "name": name,
@@ -68,7 +69,7 @@ def model_sizes(name: str) -> dict[str, Any]:
 def _kv_width(config: Any) -> int:
     """Elements that an attention layer keeps per token."""
     if getattr(config, "kv_lora_rank", None):
-        return config.kv_lora_rank + config.qk_rope_head_dim
+        return config.kv_lora_rank + config.qk_rope_head_dim + getattr(config, "index_head_dim", 0)
     heads = config.num_key_value_heads or config.num_attention_heads
     return 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 import transformers
 from models import VOCAB, token_ids
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from replayssm_eval import attach
 from replayssm_eval.decoding import decode
 from replayssm_eval.families import FAMILIES
 from replayssm_eval.forward import hidden_states
+from replayssm_eval.models import auto_class
 
 HEADS, D_V, D_K = 6, 20, 12  # no power of two
 COMMON = {
@@ -58,8 +59,11 @@ CONFIGS |= {
     "lara_mini": {**GDN, **MOE},
     "kimi_linear": {**MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS},
     "bailing_hybrid": {**MLA, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": D_K},
-}
-SHAPES = {"kimi_linear": (HEADS, D_K, D_K), "bailing_hybrid": (HEADS, D_K, D_K)}
+    "glm5_next_text": {
+        **MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS, "qk_rope_head_dim": 0, "q_lora_rank": 16, "index_head_dim": 16, "index_n_heads": 2,
+    },
+}  # fmt: skip
+SHAPES = dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next_text"), (HEADS, D_K, D_K))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,7 +73,10 @@ def model(request):
     torch.manual_seed(0)
     kind = request.param
     config = transformers.AutoConfig.for_model(kind, **COMMON | CONFIGS[kind])
-    model = AutoModelForCausalLM.from_config(config).eval()
+    if kind == "glm5_next_text":  # has a language head as part of a model of images and text only
+        vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": COMMON["hidden_size"]}
+        config = transformers.AutoConfig.for_model("glm5_next", text_config=config.to_dict(), vision_config=vision)
+    model = auto_class(config).from_config(config).eval()
     for module in model.modules():
         if type(module).__name__ != FAMILIES[kind].mixer:
             continue
@@ -119,7 +126,7 @@ def test_pieces_equal_one_pass(model, pieces) -> None:
 
 @torch.no_grad()
 def test_the_state_is_what_the_config_says(model) -> None:
-    kind = model.config.model_type
+    kind = model.config.get_text_config().model_type
     with attach(model, ["fp32", "nvfp4@16"], probe=False) as session:
         out = read(model, token_ids(40, rows=2), (40,))
         manifest = session.manifest()
@@ -143,5 +150,5 @@ def test_generation(model) -> None:
             logits = model.get_output_embeddings()(read(model, expected, (expected.shape[1],))[:, -1])
             expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(got, expected)
-    if model.config.model_type not in ("nemotron_h", "zamba2"):
+    if model.config.get_text_config().model_type not in ("nemotron_h", "zamba2"):
         assert torch.equal(got, unpatched)

@@ -35,7 +35,8 @@ def test_latent_attention_and_channel_decays_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "state_layers"),
-    [("nemotron-3-nano-30b", 31.6, 23), ("qwen3.5-4b", 4.2, 24), ("qwen3.5-122b", 122.1, 36), ("qwen3-next-80b", 79.7, 36), ("kimi-linear-48b", 49.1, 20)],
+    [("nemotron-3-nano-30b", 31.6, 23), ("qwen3.5-4b", 4.2, 24), ("qwen3.5-122b", 122.1, 36), ("qwen3-next-80b", 79.7, 36), ("kimi-linear-48b", 49.1, 20),
+     ("glm-5.3-flash", 313.8, 34)],
 )  # fmt: skip
 def test_registered_shapes(name, billions, state_layers) -> None:
     sizes = model_sizes(name)

@@ -64,6 +64,7 @@ FAMILIES = {
     "lara_mini": _gdn("lara_mini", "LaraMiniGatedDeltaNet"),
     "kimi_linear": _kda("kimi_linear", "KimiLinearDeltaAttention"),
     "bailing_hybrid": _kda("bailing_hybrid", "BailingHybridDeltaAttention"),
+    "glm5_next_text": _kda("glm5_next", "Glm5NextTextLinearAttention"),
 }
 
 _MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "zamba")
