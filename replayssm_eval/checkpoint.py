@@ -19,6 +19,7 @@ from replayssm_emulation import UsageError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from .metrics import TokenMetrics
 from .per_token import METRICS
@@ -26,6 +27,7 @@ from .results import write_atomic
 from .session import Session
 
 _SHARE_OF_RUN = 1 / 20
+_KNOWN = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
 
 
 class Checkpoint:
@@ -45,9 +47,12 @@ class Checkpoint:
         write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
 
     def save_state(self, document: int, position: int, session: Session, cache: DynamicCache) -> None:
-        """Keep everything that the next chunk starts from, unless the last save is too recent for its cost."""
+        """Keep everything that the next chunk starts from, unless the last save is too recent for its cost.
+
+        Caches of other kinds hold more than is kept here: their documents are then begun anew.
+        """
         started = time.monotonic()
-        if started < self._next_save:
+        if started < self._next_save or type(cache) is not DynamicCache or not all(type(layer) in _KNOWN for layer in cache.layers):
             return
         tensors, meta = session.export()
         for index, layer in enumerate(cache.layers):

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+
+from .families import family_of
 
 
 def layer_devices(model: Any) -> dict[int, torch.device]:
@@ -16,6 +19,12 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
 def base_model(model: Any) -> Any:
     """The model without its head: the module whose output is the last hidden state."""
     return getattr(model, model.base_model_prefix)
+
+
+def new_cache(model: Any) -> Any:
+    """An empty cache of the kind that the model takes."""
+    cache = family_of(model.config.get_text_config()).cache
+    return DynamicCache(config=model.config) if cache is None else cache()
 
 
 def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:

@@ -15,13 +15,12 @@ import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import Row, compiled_kernels
 from torch import Tensor
-from transformers import DynamicCache
 
 from . import report, stats
 from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .figure import kl_figure
-from .forward import hidden_states, hidden_states_by_token, layer_devices
+from .forward import hidden_states, hidden_states_by_token, layer_devices, new_cache
 from .metrics import TokenMetrics, compare_hidden
 from .models import Loaded, load, weights_digest
 from .per_token import RowInfo, Series, parquet, stack
@@ -227,7 +226,7 @@ class _Run:
         """Go on with one book, chunk by chunk, from where its series ends."""
         model, ids, series, title = self.loaded.model, self.ids[document], self.series[document], self.books[document].title
         tokens, prompt = self.options.tokens, self.options.prompt_tokens
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model)
         if series.tokens:
             self.checkpoint.load_state(session, cache, layer_devices(model))
         targets = torch.full((tokens,), -1)

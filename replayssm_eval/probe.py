@@ -9,9 +9,8 @@ import transformers
 from replayssm_emulation import RunError, parse_scheme
 from replayssm_kernels import Row, compile_only
 from torch import Tensor
-from transformers import DynamicCache
 
-from .forward import hidden_states
+from .forward import hidden_states, new_cache
 
 if TYPE_CHECKING:
     from .session import Session
@@ -46,7 +45,7 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
 
     def logits(pieces: Sequence[int]) -> Tensor:
         session.start([Row(parse_scheme("fp32"))])
-        cache, position, parts = DynamicCache(config=model.config), 0, []
+        cache, position, parts = new_cache(model), 0, []
         for length in pieces:
             parts.append(head(hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype)).float())
             position += length
@@ -82,7 +81,7 @@ def rehearse(model: Any, session: "Session") -> None:
 
     def read() -> None:
         session.start(rows)
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model)
         hidden_states(model, ids[:, :first], cache, 0)
         hidden_states(model, ids[:, first:], cache, first)
 

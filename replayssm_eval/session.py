@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ class Session:
                 "zeroed_share": [round(x, 6) for x in self._carries[layer].by_row("zeroed")],
                 "records": {"v": v, "k": k, "beta": beta, "log_decay": decay},
             }
-            conv = cache.layers[layer].conv_states[0] if cache is not None and hasattr(cache.layers[layer], "conv_states") else None
+            layers = [] if cache is None else cache.layers
+            conv = layers[layer].conv_states[0] if layer < len(layers) and hasattr(layers[layer], "conv_states") else None
             if conv is not None:
                 entry["conv_state"] = str(conv.dtype).removeprefix("torch.")
             entries.append(entry)
@@ -292,8 +294,9 @@ def attach(
     unpatched = probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))
-        for name, function in {**family.patches(session), "_replayssm_session": session}.items():
-            _set_until_exit(stack, module, name, function)
+        for path, function in {**family.patches(session), "_replayssm_session": session}.items():
+            *owners, name = path.split(".")
+            _set_until_exit(stack, reduce(getattr, owners, module), name, function)
         if _without_attention(model):
             # Such a class fails to size a mask that no layer reads, and `generate` to ask its cache for a length.
             _set_until_exit(stack, module, "create_causal_mask", lambda *args, **kwargs: None)

@@ -59,6 +59,7 @@ class StepGraphs:
         at_start = alike and all(carry.groups[0].records[0].shape[1] == 0 for carry in carries)
         scheduled = all(row.flushes is None for row in session.rows)
         known = all(type(layer) in (DynamicLayer, StaticLayer, LinearAttentionLayer, DummyLayer) for layer in cache.layers)
+        known &= all(layer < len(cache.layers) and type(cache.layers[layer]) is LinearAttentionLayer for layer in session.layers)
         masked = model.config.get_text_config()._attn_implementation == NAME or not any(
             isinstance(layer, (DynamicLayer, StaticLayer)) for layer in cache.layers
         )

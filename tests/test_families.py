@@ -4,12 +4,12 @@ import pytest
 import torch
 import transformers
 from models import VOCAB, token_ids
-from transformers import DynamicCache
 
 from replayssm_eval import attach
+from replayssm_eval.checkpoint import Checkpoint
 from replayssm_eval.decoding import decode
 from replayssm_eval.families import FAMILIES
-from replayssm_eval.forward import hidden_states
+from replayssm_eval.forward import hidden_states, layer_devices, new_cache
 from replayssm_eval.models import auto_class
 
 HEADS, D_V, D_K = 6, 20, 12  # no power of two
@@ -63,7 +63,13 @@ CONFIGS |= {
         **MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS, "qk_rope_head_dim": 0, "q_lora_rank": 16, "index_head_dim": 16, "index_n_heads": 2,
     },
 }  # fmt: skip
-SHAPES = dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next_text"), (HEADS, D_K, D_K))
+CONFIGS |= {
+    "minimax": {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_attention_heads": HEADS,
+        "num_key_value_heads": 3, "head_dim": D_K, "block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+SHAPES = dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next_text", "minimax"), (HEADS, D_K, D_K))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -84,7 +90,9 @@ def model(request):
         for name, weight in module.named_parameters():
             if name.endswith("A_log"):
                 weight.data.sub_(2)
-        if not FAMILIES[kind].delta:
+        if kind == "minimax":
+            module.qkv_proj.weight.data.mul_(8)
+        elif not FAMILIES[kind].delta:
             module.in_proj.weight.data.mul_(8)
             module.D.data.mul_(0.01)
             module.dt_bias.data[::2] = -9.0  # Δ below what the many-token functions of some families clamp it to
@@ -92,7 +100,7 @@ def model(request):
 
 
 def read(model, ids, pieces):
-    cache, position, parts = DynamicCache(config=model.config), 0, []
+    cache, position, parts = new_cache(model), 0, []
     for length in pieces:
         parts.append(hidden_states(model, ids[:, position : position + length], cache, position))
         position += length
@@ -152,3 +160,22 @@ def test_generation(model) -> None:
     assert torch.equal(got, expected)
     if model.config.get_text_config().model_type not in ("nemotron_h", "zamba2"):
         assert torch.equal(got, unpatched)
+
+
+@torch.no_grad()
+def test_a_saved_state_is_gone_on_from(model, tmp_path) -> None:
+    """Caches that hold more than can be put back are not saved: a resumed run then reads their text anew."""
+    ids = token_ids(64, rows=2)
+    checkpoint = Checkpoint(tmp_path, "run", tokens=64)
+    with attach(model, ["fp32", "nvfp4/fp16@16"], probe=False) as session:
+        cache = new_cache(model)
+        hidden_states(model, ids[:, :41], cache, 0)
+        checkpoint.save_state(0, 41, session, cache)
+        expected = hidden_states(model, ids[:, 41:], cache, 41)
+        saved = bool(list(tmp_path.iterdir()))
+        assert saved == (model.config.get_text_config().model_type not in ("glm5_next_text", "minimax"))
+        if saved:
+            session.start(session.rows)
+            cache = new_cache(model)
+            checkpoint.load_state(session, cache, layer_devices(model))
+            assert torch.equal(hidden_states(model, ids[:, 41:], cache, 41), expected)

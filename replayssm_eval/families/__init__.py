@@ -7,15 +7,16 @@ from typing import Any
 
 from replayssm_emulation import UsageError
 
-from . import delta, mamba2
+from . import delta, lightning, mamba2
 
 
 @dataclass(frozen=True)
 class Family:
     """modeling: the transformers module whose functions are replaced; mixer: the class name of its state layers.
 
-    patches(session): the replacements by function name. shape(mixer): (heads, groups of keys, d_v, d_k).
+    patches(session): the replacements by function name, or Class.method. shape(mixer): (heads, groups of keys, d_v, d_k).
     delta: whether the recurrence is a delta rule. per_channel: whether every channel of d_k has a decay of its own.
+    cache(): an empty cache, of models that do not take a DynamicCache.
     """
 
     modeling: str
@@ -24,6 +25,7 @@ class Family:
     shape: Callable[[Any], tuple[int, int, int, int]]
     delta: bool = False
     per_channel: bool = False
+    cache: Callable[[], Any] | None = None
 
 
 def _mamba2(kind: str, mixer: str) -> Family:
@@ -49,6 +51,10 @@ def _kda(kind: str, mixer: str) -> Family:
     return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, True, True)
 
 
+def _lightning_shape(m: Any) -> tuple[int, int, int, int]:
+    return m.num_attention_heads, m.num_attention_heads, m.head_dim, m.head_dim
+
+
 #: By `model_type`. How to add one: ADDING.md beside this file.
 FAMILIES = {
     "mamba2": _mamba2("mamba2", "Mamba2Mixer"),
@@ -65,6 +71,13 @@ FAMILIES = {
     "kimi_linear": _kda("kimi_linear", "KimiLinearDeltaAttention"),
     "bailing_hybrid": _kda("bailing_hybrid", "BailingHybridDeltaAttention"),
     "glm5_next_text": _kda("glm5_next", "Glm5NextTextLinearAttention"),
+    "minimax": Family(
+        "transformers.models.minimax.modeling_minimax",
+        "MiniMaxLightningAttention",
+        lightning.patches,
+        _lightning_shape,
+        cache=lightning.cache,
+    ),
 }
 
 _MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "zamba")
