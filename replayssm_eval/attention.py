@@ -131,8 +131,10 @@ def without_dense_masks(model: Any) -> Iterator[None]:
     """Inside the block the attention layers of `model` use `chunked_causal_attention`; on CPUs and GPUs, and if they used SDPA."""
     config = model.config.get_text_config()
     before = config._attn_implementation
-    # "meta": weights that accelerate has offloaded, the layer runs on a GPU all the same.
-    if before != "sdpa" or not {p.device.type for p in model.parameters()} <= {"cpu", "cuda", "meta"}:
+    # Layers that choose the keys they attend to read the choice off the mask. "meta": weights that accelerate has offloaded,
+    # the layer runs on a GPU all the same.
+    chooses = "indexed_attention" in (getattr(config, "layer_types", None) or ())
+    if before != "sdpa" or chooses or not {p.device.type for p in model.parameters()} <= {"cpu", "cuda", "meta"}:
         yield
         return
     config._attn_implementation = NAME

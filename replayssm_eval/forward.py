@@ -33,7 +33,7 @@ def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
     kwargs: dict[str, Any] = {"use_cache": cache is not None, "cache": cache}
     # Some families do not offset positions by the cache's length, others cannot tell it: always say them.
     if "position_ids" in inspect.signature(inner.forward).parameters:
-        kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device).unsqueeze(0)
+        kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device).expand(len(ids), -1)
     return inner(input_ids=ids, **kwargs).last_hidden_state
 
 

@@ -56,6 +56,11 @@ CONFIGS |= {
     "qwen3_5_text": GDN,
     "qwen3_5_moe_text": {**GDN, **MOE},
     "olmo_hybrid": {**GDN, "linear_num_key_heads": HEADS, "num_key_value_heads": 4},
+    "qwen4_exp_text": {
+        **GDN, **MOE, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 128, "indexer_compress_ratio": 16,
+        "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 100,
+        "split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 1, "output_gate_type": "silu", "eos_token_id": 0,
+    },
     "lara_mini": {**GDN, **MOE},
     "kimi_linear": {**MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS},
     "bailing_hybrid": {**MLA, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": D_K},
@@ -173,7 +178,7 @@ def test_a_saved_state_is_gone_on_from(model, tmp_path) -> None:
         checkpoint.save_state(0, 41, session, cache)
         expected = hidden_states(model, ids[:, 41:], cache, 41)
         saved = bool(list(tmp_path.iterdir()))
-        assert saved == (model.config.get_text_config().model_type not in ("glm5_next_text", "minimax"))
+        assert saved == (model.config.get_text_config().model_type not in ("glm5_next_text", "qwen4_exp_text", "minimax"))
         if saved:
             session.start(session.rows)
             cache = new_cache(model)

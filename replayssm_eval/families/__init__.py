@@ -67,6 +67,7 @@ FAMILIES = {
     "qwen3_5_text": _gdn("qwen3_5", "Qwen3_5GatedDeltaNet"),
     "qwen3_5_moe_text": _gdn("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
     "olmo_hybrid": _gdn("olmo_hybrid", "OlmoHybridGatedDeltaNet"),
+    "qwen4_exp_text": _gdn("qwen4_exp", "Qwen4ExpTextGatedDeltaNet"),
     "lara_mini": _gdn("lara_mini", "LaraMiniGatedDeltaNet"),
     "kimi_linear": _kda("kimi_linear", "KimiLinearDeltaAttention"),
     "bailing_hybrid": _kda("bailing_hybrid", "BailingHybridDeltaAttention"),
