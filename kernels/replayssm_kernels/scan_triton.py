@@ -109,8 +109,8 @@ def delta_tiles_of(rounded: tuple, d_v: int, d_k: int) -> Tiles:
     per_head = any(spans_head(cast) for cast in rounded[:2])
     block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
     rows = max(16, triton.next_power_of_2(d_v))
-    height = rows if per_head else min(rows, 64)
-    width = max(block, min(triton.next_power_of_2(d_k), 64))
+    height = rows if per_head else min(max(16, rows // 2), 64)
+    width = max(block, min(triton.next_power_of_2(d_k), 64 if per_head else 32))
     return Tiles(height, width, -(-d_k // width), -(-d_v // height), height // 16)
 
 
