@@ -184,6 +184,7 @@ def delta_window_kernel(
             if CHANNELS:
                 gates += (tl.load(gate_ptr + p * d_k + s * N + j, mask=s * N + j < d_k, other=0.0)[None, :],)
             else:
+                gates += (tl.load(from_start_ptr + at + L - 1),)
                 k *= tl.load(to_end_ptr + at + t)[:, None]
             end_k += (k,)
             next_q += (_decayed_slice(q_ptr, q_token, start_q_ptr, first_next, stop_next, p + 1, s, d_k, N, L, CHANNELS),)
@@ -193,8 +194,6 @@ def delta_window_kernel(
             queried *= from_start
             predicted *= from_start
             recurred *= from_start
-            for s in tl.static_range(SLICES):
-                gates += (tl.load(from_start_ptr + at + L - 1),)
         error = v - predicted
         o = queried + _dot(_banded(mix, BANDS), error, False, False, PRECISION)
         tl.store(o_ptr + token[None, :, None] * (heads * d_v) + column, o, mask=in_piece)
