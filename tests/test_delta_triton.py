@@ -5,9 +5,14 @@ On a GPU where there is one, otherwise in the interpreter.
 
 import pytest
 import torch
+from models import token_ids
 from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
 from replayssm_kernels import Row, replay_scan
+from test_families import COMMON, CONFIGS
 from test_scan import copies
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from replayssm_eval import attach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = (2, 1)  # the interpreter is slow
@@ -155,3 +160,17 @@ def test_one_step_by_hand() -> None:
     o, carry = run(x, [Row(parse_scheme("fp32@1")), Row(parse_scheme("fp32@2"))])
     assert o.flatten().tolist() == [1, 0, 1, 0]
     assert all(copy.item() == 0 for pair in copies(carry).values() for copy in pair)
+
+
+def test_a_model_runs_on_it() -> None:
+    """The start-up check has both scans read the same text, in every state layer; then the logits of both are the same."""
+    torch.manual_seed(0)
+    sizes = {"linear_num_heads": 1, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = AutoConfig.for_model("kimi_linear", **COMMON | CONFIGS["kimi_linear"] | sizes | {"mlp_layer_types": ["dense"] * 2})
+    model = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    logits = []
+    for backend in ("torch", "triton"):
+        with torch.inference_mode(), attach(model, ["fp32", "nvfp4/fp16@16+fold=stored"], backend=backend) as session:
+            assert session.backend == backend
+            logits.append(model(input_ids=token_ids(20, 2).to(DEVICE)).logits.float())
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5 * logits[0].abs().max()
