@@ -185,7 +185,7 @@ def _launches(
             _start(
                 delta_prepare_kernel, (len(piece), len(members), groups), q, k, beta, decay, solve, mix, *made, at, piece, *strides,
                 tokens, heads, groups, d_k, whole, min(whole, 64), PIECE, channels, exact, precision,
-                num_warps=1, num_stages=1, enable_fp_fusion=False,
+                num_warps=1, num_stages=1, maxnreg=168, enable_fp_fusion=False,
             )  # fmt: skip
             _start(
                 delta_window_kernel, grid, q, k, v, o, solve, mix, *made, *common, *shape, PIECE, **casts, READS_FOLD=reads_fold,
