@@ -15,9 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from replayssm_eval import attach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HEADS = (2, 1)  # the interpreter is slow
 SCHEMES = [
-    "fp32",
     "nvfp4@16",
     "fp8/fp16@5",
     "nvfp4/fp16@8+fold=stored",
@@ -89,9 +87,9 @@ def test_repeated_keys(channels) -> None:
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
 def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
     """All schemes side by side, in odd chunks: the same rounding, but for elements that fp32 roundoff tips over a boundary."""
-    x = inputs(channels, 31, heads=HEADS[channels])
+    x = inputs(channels, 29, heads=1)  # the interpreter is slow
     rows = [Row(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
-    pieces = (31,) if prompt else (9, 22)
+    pieces = (29,) if prompt else (9, 20)
     expected, carry = run(x, rows, "torch", pieces)
     got, triton_carry = run(x, rows, "triton", pieces)
     assert carry.by_row("flushes") == triton_carry.by_row("flushes")
@@ -115,7 +113,7 @@ def exact_inputs(channels: bool, tokens: int, window: int):
             k[t, 0, 3 * at[0]] = 1
         else:
             k[t, 0, 3 * at] = torch.randint(0, 2, (4,), generator=g) - 0.5  # a unit key: four halves of either sign
-    v = torch.randint(-8, 9, (tokens, HEADS[channels], 10), generator=g) / 8
+    v = torch.randint(-8, 9, (tokens, 1 if channels else 2, 10), generator=g) / 8
     return q, k, v, torch.ones(v.shape[:2]), torch.zeros(*v.shape[:2], *([12] if channels else []))
 
 
@@ -163,14 +161,14 @@ def test_one_step_by_hand() -> None:
 
 
 def test_a_model_runs_on_it() -> None:
-    """The start-up check has both scans read the same text, in every state layer; then the logits of both are the same."""
+    """The logits of both scans are the same; without the start-up check, which is the plain scan's and takes long here."""
     torch.manual_seed(0)
     sizes = {"linear_num_heads": 1, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     config = AutoConfig.for_model("kimi_linear", **COMMON | CONFIGS["kimi_linear"] | sizes | {"mlp_layer_types": ["dense"] * 2})
     model = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
-    logits = []
+    scheme, logits = ["nvfp4/fp16@16+fold=stored"], []
     for backend in ("torch", "triton"):
-        with torch.inference_mode(), attach(model, ["fp32", "nvfp4/fp16@16+fold=stored"], backend=backend) as session:
+        with torch.inference_mode(), attach(model, scheme, backend=backend, probe=False) as session:
             assert session.backend == backend
-            logits.append(model(input_ids=token_ids(20, 2).to(DEVICE)).logits.float())
+            logits.append(model(input_ids=token_ids(20).to(DEVICE)).logits.float())
     assert (logits[0] - logits[1]).abs().max() <= 1e-5 * logits[0].abs().max()

@@ -27,7 +27,7 @@ def delta_prepare_kernel(
 
     Per head: decay is log α `[R, T, H]`; from_start and to_end `[members, P, H, L]` are the decays of k̃ and k̂.
     CHANNELS: decay is α `[R, T, H, d_k]`; start_q, start_k and end_k `[members, H, P, L, d_k]` are q̃, k̃ and k̂, of which rows
-    past a piece's end are not written; gate `[members, H, P, d_k]`. One warp: all exchanges are within it.
+    past a piece's end are not written; gate `[members, H, P, 2, d_k]`, of which the first row counts. One warp: all exchanges are within it.
     """
     piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -52,14 +52,11 @@ def delta_prepare_kernel(
         at = ((member * tl.num_programs(0) + piece).to(tl.int64) * heads + head) * L
         if CHANNELS:
             of_head = ((member * heads + head).to(tl.int64) * tl.num_programs(0) + piece) * d_k
-            _decay_channels(
+            overlap, attention = _decay_channels(
                 q_ptr, q_token, k_ptr, k_token, decay_ptr + (row * tokens * heads + head) * d_k, heads * d_k, first, stop,
                 solve_ptr + at * L, mix_ptr + at * L, start_q_ptr + of_head * L, start_k_ptr + of_head * L, end_k_ptr + of_head * L,
-                gate_ptr + of_head, d_k, D_K, L,
+                gate_ptr + 2 * of_head, d_k, D_K, N, L, PRECISION,
             )  # fmt: skip
-            tl.debug_barrier()  # rows were stored, columns are read
-            overlap, attention = tl.load(solve_ptr + at * L + square), tl.load(mix_ptr + at * L + square)
-            tl.debug_barrier()
         else:
             g = tl.cumsum(tl.load(decay_ptr + at_head, mask=live, other=0.0), axis=0)
             last = tl.sum(tl.where(t == L - 1, g, 0.0), axis=0)
@@ -76,26 +73,60 @@ def delta_prepare_kernel(
 def _decay_channels(
     q_ptr, q_token, k_ptr, k_token, decay_ptr, decay_token, first, stop,
     overlap_ptr, attention_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
-    d_k: tl.constexpr, D_K: tl.constexpr, L: tl.constexpr,
+    d_k: tl.constexpr, D_K: tl.constexpr, N: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Token after token: every key decays on, and meets the token's key and query. Products of decays cannot overflow."""
-    j, t = tl.arange(0, D_K), tl.arange(0, L)
-    gate = tl.zeros((D_K,), dtype=tl.float32) + 1.0
-    decayed = tl.zeros((L, D_K), dtype=tl.float32)
-    for i in range(L):
-        there = (j < d_k) & (first + i < stop)
-        token = (first + i).to(tl.int64)
-        alpha = tl.load(decay_ptr + token * decay_token + j, mask=there, other=1.0)
-        q = tl.load(q_ptr + token * q_token + j, mask=there, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + token * k_token + j, mask=there, other=0.0).to(tl.float32)
+    """(overlap, attention) `[L (i), L (j)]`. Products of decays, not quotients, which could overflow.
+
+    In both halves of the piece, token after token: every key decays on, and meets the token's key and query. Then the second
+    half's keys and queries, decayed from its start, meet the first half's keys, decayed to its end.
+    """
+    HALF: tl.constexpr = L // 2
+    j, half, h = tl.arange(0, D_K), tl.arange(0, 2)[:, None], tl.arange(0, HALF)
+    gate = tl.zeros((2, D_K), dtype=tl.float32) + 1.0
+    decayed = tl.zeros((2, HALF, D_K), dtype=tl.float32)
+    for i in range(HALF):
+        t = half * HALF + i
+        there = (first + t < stop) & (j < d_k)[None, :]
+        token = (first + t).to(tl.int64)
+        alpha = tl.load(decay_ptr + token * decay_token + j[None, :], mask=there, other=1.0)
+        q = tl.load(q_ptr + token * q_token + j[None, :], mask=there, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + token * k_token + j[None, :], mask=there, other=0.0).to(tl.float32)
         gate *= alpha
-        decayed = tl.where((t == i)[:, None], k[None, :], decayed * alpha[None, :])
-        tl.store(overlap_ptr + i * L + t, tl.sum(decayed * k[None, :], axis=1))
-        tl.store(attention_ptr + i * L + t, tl.sum(decayed * q[None, :], axis=1))
-        tl.store(start_q_ptr + i * d_k + j, gate * q, mask=there)
-        tl.store(start_k_ptr + i * d_k + j, gate * k, mask=there)
-    tl.store(end_k_ptr + t[:, None] * d_k + j[None, :], decayed, mask=(first + t < stop)[:, None] & (j < d_k)[None, :])
-    tl.store(gate_ptr + j, gate, mask=j < d_k)
+        decayed = tl.where((h == i)[None, :, None], k[:, None, :], decayed * alpha[:, None, :])
+        at = t * L + half * HALF + h[None, :]
+        tl.store(overlap_ptr + at, tl.sum(decayed * k[:, None, :], axis=2))
+        tl.store(attention_ptr + at, tl.sum(decayed * q[:, None, :], axis=2))
+        tl.store(start_q_ptr + t * d_k + j[None, :], gate * q, mask=there)
+        tl.store(start_k_ptr + t * d_k + j[None, :], gate * k, mask=there)
+    t, width = tl.arange(0, L), tl.arange(0, N)
+    tl.store(
+        end_k_ptr + t[:, None] * d_k + j[None, :], tl.reshape(decayed, (L, D_K)), mask=(first + t < stop)[:, None] & (j < d_k)[None, :]
+    )
+    tl.store(gate_ptr + half * d_k + j[None, :], gate, mask=(j < d_k)[None, :])
+    tl.debug_barrier()  # what one thread stored another reads
+    second = (t >= HALF)[:, None]
+    of_keys, of_queries = tl.zeros((L, L), dtype=tl.float32), tl.zeros((L, L), dtype=tl.float32)
+    for s in tl.static_range(D_K // N):
+        inside = s * N + width < d_k
+        there = (first + t < stop)[:, None] & inside[None, :]
+        at = t[:, None] * d_k + s * N + width[None, :]
+        q = tl.load(start_q_ptr + at, mask=there & second, other=0.0)
+        k = tl.load(start_k_ptr + at, mask=there & second, other=0.0)
+        end = tl.load(end_k_ptr + at, mask=there & (t < HALF)[:, None], other=0.0)
+        gate_1 = tl.load(gate_ptr + s * N + width, mask=inside, other=0.0)
+        gate_2 = tl.load(gate_ptr + d_k + s * N + width, mask=inside, other=0.0)
+        of_keys += _dot(k, tl.trans(end), False, False, PRECISION)
+        of_queries += _dot(q, tl.trans(end), False, False, PRECISION)
+        tl.store(start_q_ptr + at, q * gate_1[None, :], mask=there & second)
+        tl.store(start_k_ptr + at, k * gate_1[None, :], mask=there & second)
+        tl.store(end_k_ptr + at, end * gate_2[None, :], mask=there & (t < HALF)[:, None])
+        tl.store(gate_ptr + s * N + width, gate_1 * gate_2, mask=inside)
+    square, across = t[:, None] * L + t[None, :], second & (t < HALF)[None, :]
+    overlap = tl.where(across, of_keys, tl.load(overlap_ptr + square))
+    attention = tl.where(across, of_queries, tl.load(attention_ptr + square))
+    tl.debug_barrier()
+    # The first half has nothing of the second: there nothing was stored.
+    return overlap, tl.where(t[:, None] >= t[None, :], attention, 0.0)
 
 
 @triton.jit
@@ -149,7 +180,7 @@ def delta_window_kernel(
         start_q_ptr += of_head * L
         start_k_ptr += of_head * L
         end_k_ptr += of_head * L
-        gate_ptr += of_head
+        gate_ptr += 2 * of_head
 
     recurrence, read = (), ()
     for s in tl.static_range(SLICES):
@@ -182,7 +213,7 @@ def delta_window_kernel(
         for s in tl.static_range(SLICES):
             k = _decayed_slice(k_ptr, k_token, end_k_ptr, first, stop, p, s, d_k, N, L, CHANNELS).to(tl.float32)
             if CHANNELS:
-                gates += (tl.load(gate_ptr + p * d_k + s * N + j, mask=s * N + j < d_k, other=0.0)[None, :],)
+                gates += (tl.load(gate_ptr + 2 * p * d_k + s * N + j, mask=s * N + j < d_k, other=0.0)[None, :],)
             else:
                 gates += (tl.load(from_start_ptr + at + L - 1),)
                 k *= tl.load(to_end_ptr + at + t)[:, None]

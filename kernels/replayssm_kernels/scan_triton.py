@@ -178,13 +178,13 @@ def _launches(
             made: list[Tensor | None] = [None] * 6
             if channels:
                 made[2:5] = (torch.empty(len(members), heads, len(piece), PIECE, d_k, device=device) for _ in range(3))
-                made[5] = torch.empty(len(members), heads, len(piece), d_k, device=device)
+                made[5] = torch.empty(len(members), heads, len(piece), 2, d_k, device=device)
             else:
                 made[:2] = (torch.empty(len(members), len(piece), heads, PIECE, device=device) for _ in range(2))
             whole = max(16, triton.next_power_of_2(d_k))
             _start(
                 delta_prepare_kernel, (len(piece), len(members), groups), q, k, beta, decay, solve, mix, *made, at, piece, *strides,
-                tokens, heads, groups, d_k, whole, min(whole, 64), PIECE, channels, exact, precision,
+                tokens, heads, groups, d_k, whole, min(whole, 32), PIECE, channels, exact, precision,
                 num_warps=1, num_stages=1, maxnreg=168, enable_fp_fusion=False,
             )  # fmt: skip
             _start(
