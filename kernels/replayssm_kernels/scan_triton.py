@@ -168,8 +168,11 @@ def _launches(
             "enable_fp_fusion": False,
         }
         if by_token:
-            VARIANTS.add(("token", found, d_v, d_k, v.dtype))
-            _start(token_kernel, grid, queries, keys, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
+            VARIANTS.add(("token", found, d_v, d_k, v.dtype, delta, channels))
+            _start(
+                token_kernel, grid, queries, keys, v, beta, decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, DELTA=delta,
+                CHANNELS=channels, **options,
+            )  # fmt: skip
             return
         if delta:
             what = (channels, d_v, d_k, q.dtype, v.dtype)
@@ -204,7 +207,6 @@ def _launches(
             **casts, READS_FOLD=reads_fold, LONG=long, EXACT=exact, PRECISION=precision, **options,
         )  # fmt: skip
 
-    single &= not delta
     return fold, [(b, partial(launch, *how, members, b)) for how, members in alike.items() for b in [single and how[0][-1]]]
 
 
