@@ -21,6 +21,8 @@ from .metrics import compare_logits
 from .results import provenance
 
 DEFAULT_SCHEMES = ("fp32", "fp16@16", "fp8@16", "nvfp4@16", "nvfp4-rn@16", "nvfp4/fp16@16", "fp32@1", "fp8@1", "nvfp4@1")
+DELTA_SCHEMES = ("fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1")
+RULES = ("plain", "gdn", "kda")  # the recurrence without and with the delta rule, of one decay a head and one a channel
 VOCABULARY = 131072
 # Instructions per element that a cast cannot do without: scale, clamp, round, scale back, sign; and to draw noise, a fourth of
 # Philox4x32-10 (ten rounds of two wide products and two three-way exclusive ors) and the stochastic step's comparison.
@@ -59,6 +61,7 @@ def run_bench(
     schemes: Sequence[str] = DEFAULT_SCHEMES,
     *,
     shape: str | None = None,
+    delta_shape: str | None = None,
     tokens: int | None = None,
     rows: int = 9,
     backend: str = "auto",
@@ -66,9 +69,10 @@ def run_bench(
     repeats: int = 5,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure the scan for every scheme, a mixed batch, the comparison of logits and the peers; bf16 inputs on a GPU.
+    """Measure the scan for every scheme, a mixed batch, the comparison of logits, the delta rule and the peers; bf16 inputs on a GPU.
 
     shape, tokens: None for one Nemotron-3-Super layer and 8,192 tokens on a GPU, for a testbed layer and 256 on a CPU.
+    delta_shape: of the delta rule, and of the plain one beside it; None for a Qwen3-Next layer on a GPU.
     rows: batch rows of one call, with seeds 0, 1, .... Returns JSON-able facts. Raises UsageError for bad options.
     """
     if backend not in BACKENDS:
@@ -80,6 +84,7 @@ def run_bench(
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     gpu = where.type == "cuda"
     layer = Shape.parse(shape or ("128x64x128" if gpu else "8x64x64"))
+    delta_layer = Shape.parse(delta_shape or ("32x128x128x16" if gpu else "8x64x64"))
     tokens = tokens or (8192 if gpu else 256)
     chosen = choose_backend(backend, where, parsed)
     clock = _Clock(where, repeats)
@@ -98,16 +103,19 @@ def run_bench(
         measured.append(_logits(clock, rows, chosen, ceilings))
         say("peers")
         peers = _peers(clock, layer, inputs, rows, tokens)
+        del inputs
+        delta = _delta(clock, delta_layer, rows, tokens, chosen, ceilings, peers, say)
     return {
         "schema": "replayssm-eval/bench@1",
         "shape": str(layer),
         "tokens": tokens,
         "rows": rows,
-        "dtype": str(inputs[0].dtype).removeprefix("torch."),
+        "dtype": str(_dtype(where)).removeprefix("torch."),
         "backend": chosen,
         "device": torch.cuda.get_device_name(where) if gpu else "cpu",
         "ceilings": ceilings,
         "kernels": measured,
+        "delta": {"shape": str(delta_layer), "kernels": delta},
         "peers": peers,
     }
 
@@ -166,30 +174,47 @@ def _ceilings(clock: _Clock) -> dict[str, float | None]:
     }
 
 
+def _dtype(device: torch.device) -> torch.dtype:
+    """Of the activations."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _inputs(layer: Shape, tokens: int, rows: int, device: torch.device) -> Inputs:
     """q, k, v, beta and log decay as a Mamba-2 layer makes them: memories of 50 to some thousand tokens."""
     g = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(rows, tokens, *shape, device=device, generator=g).to(dtype)
+        return torch.randn(rows, tokens, *shape, device=device, generator=g).to(_dtype(device))
 
     q, k, v = draw(layer.groups, layer.d_k), draw(layer.groups, layer.d_k), draw(layer.heads, layer.d_v)
     beta, rate = (torch.rand(rows, tokens, layer.heads, device=device, generator=g) for _ in range(2))
     return q, k, v, 0.1 * beta, -0.02 * rate
 
 
-def _scan_work(layer: Shape, schemes: Sequence[Scheme], tokens: int, inputs: Inputs) -> tuple[float, float, float]:
+def _delta_inputs(inputs: Inputs, channels: bool) -> Inputs:
+    """Those of `_inputs` as a delta-rule layer makes them: unit queries and keys in fp32, write strengths up to 1."""
+    q, k, v, beta, decay = inputs
+    q, k = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (q, k))
+    if channels:
+        decay = decay.unsqueeze(-1) * torch.linspace(0.1, 2, k.shape[3], device=decay.device)
+    return q * k.shape[3] ** -0.5, k, v, 10 * beta, decay
+
+
+def _scan_work(layer: Shape, schemes: Sequence[Scheme], tokens: int, inputs: Inputs, rule: str = "plain") -> tuple[float, float, float]:
     """(bytes, product FLOPs, element-wise operations) that one call cannot do without."""
     state = layer.heads * layer.d_v * layer.d_k
     traffic = sum(x.numel() * x.element_size() for x in inputs) + 4 * inputs[2].numel() + 16 * state * len(schemes)
     flops = operations = 0.0
     for scheme in schemes:
         if scheme.window == 1:
-            operations += tokens * 4 * state  # decay, write, read
+            operations += tokens * (4 if rule == "plain" else 5) * state  # decay, write, read; the delta rule reads twice
         else:
             within = min(scheme.window, 16)
-            flops += tokens * (4 * state + 2 * within * (layer.groups * layer.d_k + layer.heads * layer.d_v))
+            # Every copy predicts the values of the delta rule; keys meet keys as well as queries, of every head where each decays.
+            products = 2 if rule == "plain" else 3 if scheme.read is None else 4
+            keys = (layer.heads if rule == "kda" else layer.groups) * layer.d_k
+            pairs = (keys + layer.heads * layer.d_v) * (1 if rule == "plain" else 2)
+            flops += tokens * 2 * (products * state + within * pairs)
         # With single tokens the read copy is made once, at the end.
         for copy in (scheme.recurrence, scheme.read if scheme.window > 1 else None):
             if copy is not None and copy.lossy:
@@ -236,20 +261,53 @@ def _logits(clock: _Clock, rows: int, backend: str, ceilings: dict[str, Any]) ->
     return _entry(name, clock.median(call), rows, block, 2.0 * logits.numel(), 0.0, 0.0, ceilings)
 
 
+def _delta(
+    clock: _Clock, layer: Shape, rows: int, tokens: int, backend: str, ceilings: dict[str, Any], peers: list[dict[str, Any]],
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The delta rule beside the plain recurrence of the same state: `ratio_to_plain` of their times. Adds its peers."""
+    measured: list[dict[str, Any]] = []
+    plain = _inputs(layer, tokens, rows, clock.device)
+    for rule in RULES:
+        inputs = plain if rule == "plain" else _delta_inputs(plain, rule == "kda")
+        for place, name in enumerate(DELTA_SCHEMES):
+            say(f"{rule} {name}")
+            batch = [parse_scheme(name)] * rows
+            seeded = [Row(scheme, seed) for seed, scheme in enumerate(batch)]
+            seconds = clock.median(partial(replay_scan, *inputs, seeded, None, layer=0, delta=rule != "plain", backend=backend))
+            work = _scan_work(layer, batch, tokens, inputs, rule)
+            entry = _entry(f"{rule} {name}", seconds, rows, tokens, *work, ceilings)
+            measured.append({**entry, "ratio_to_plain": entry["ms"] / measured[place]["ms"] if rule != "plain" else 1.0})
+        if rule != "plain" and clock.device.type == "cuda":
+            module = {"gdn": "gated_delta_rule", "kda": "kda"}[rule]
+            q, k, v, beta, decay = inputs
+            # Their chunked forms take no fp32, and one key per head.
+            wide = [x.to(v.dtype).repeat_interleave(layer.heads // layer.groups, dim=2) for x in (q, k)]
+            for name in (f"chunk_{module}", f"fused_recurrent_{module}"):
+
+                def call(name: str = name, module: str = module, x: list = wide, rest: tuple = (v, beta.to(v.dtype), decay)) -> Any:
+                    function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+                    return function(*x, rest[0], g=rest[2], beta=rest[1], scale=1.0)
+
+                _add_peer(peers, clock, f"flash-linear-attention {name} {layer}, no rounding", rows, tokens, call)
+    return measured
+
+
+def _add_peer(found: list[dict[str, Any]], clock: _Clock, name: str, rows: int, tokens: int, call: Callable[[], Any]) -> None:
+    try:
+        seconds = clock.median(call)
+    except (RuntimeError, ImportError, AttributeError, AssertionError, TypeError, ValueError) as error:
+        found.append({"name": name, "error": " ".join(str(error).split())[:200]})
+    else:
+        found.append({"name": name, "rows": rows, "tokens": tokens, "ms": 1e3 * seconds, "us_per_token": 1e6 * seconds / tokens})
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _peers(clock: _Clock, layer: Shape, inputs: Inputs, rows: int, tokens: int) -> list[dict[str, Any]]:
     """Others' kernels for the same recurrence without rounding, on this run's inputs."""
     found: list[dict[str, Any]] = []
-
-    def add(name: str, r: int, n: int, call: Callable[[], Any]) -> None:
-        try:
-            seconds = clock.median(call)
-        except (RuntimeError, ImportError, TypeError, ValueError) as error:
-            found.append({"name": name, "error": " ".join(str(error).split())[:200]})
-        else:
-            found.append({"name": name, "rows": r, "tokens": n, "ms": 1e3 * seconds, "us_per_token": 1e6 * seconds / n})
-        if clock.device.type == "cuda":
-            torch.cuda.empty_cache()
-
+    add = partial(_add_peer, found, clock)
     q, k, v, beta, decay = inputs
     few = min(tokens, 256)
     as_rows = [Row(parse_scheme("fp32"))] * rows

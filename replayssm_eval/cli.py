@@ -220,6 +220,9 @@ def bench(
     shape: Annotated[
         str | None, typer.Option(help="State layer: HEADSxD_VxD_K[xGROUPS]. Default: 128x64x128x8 on a GPU, 8x64x64x8 on a CPU.")
     ] = None,
+    delta_shape: Annotated[
+        str | None, typer.Option(help="Layer of the delta rule. Default: 32x128x128x16 on a GPU, 8x64x64x8 on a CPU.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens per call. Default: 8192 on a GPU, 256 on a CPU.")] = None,
     rows: Annotated[int, typer.Option(help="Batch rows that run together.")] = 9,
     backend: Annotated[str, typer.Option(help="Of the state scan: auto, torch or triton.")] = "auto",
@@ -241,6 +244,7 @@ def bench(
     result = module.run_bench(
         scheme or module.DEFAULT_SCHEMES,
         shape=shape,
+        delta_shape=delta_shape,
         tokens=tokens,
         rows=rows,
         backend=backend,
@@ -252,12 +256,15 @@ def bench(
         print(json.dumps(module.as_json(result, started), indent=1))
         return
     columns = ("kernel", "ms", "ms/row", "µs/token", "GB", "TFLOP", "floor ms", "bound by", "ratio")
-    table = []
-    for k in result["kernels"]:
+
+    def cells(k: dict[str, Any]) -> tuple:
         times = (k["ms"], k["ms_per_row"], k["us_per_token"], k["bytes"] / 1e9, k["flops"] / 1e12, k["floor_ms"])
-        table.append((k["name"], *(f"{n:.3g}" for n in times), k["bound_by"], f"{k['ratio_to_floor']:.3g}"))
+        return (k["name"], *(f"{n:.3g}" for n in times), k["bound_by"], f"{k['ratio_to_floor']:.3g}")
+
     title = f"{result['shape']} (heads x d_v x d_k x groups), {result['tokens']} tokens, {result['rows']} rows, {result['dtype']}, {result['backend']} scan, {result['device']}"
-    _listing(title, columns, table, False)
+    _listing(title, columns, [cells(k) for k in result["kernels"]], False)
+    delta = [(*cells(k), f"{k['ratio_to_plain']:.3g}") for k in result["delta"]["kernels"]]
+    _listing(f"Delta rule beside the plain recurrence, {result['delta']['shape']}", (*columns, "to plain"), delta, False)
     peers = []
     for p in result["peers"]:
         measured = (f"{p['ms']:.3g}", f"{p['us_per_token']:.3g}") if "ms" in p else ("", p["error"])

@@ -5,6 +5,7 @@ Kernels are specialised as a real call on such a GPU would specialise them; noth
 python scripts/compile_kernels.py                           # a handful of schemes for Hopper (sm_90)
 python scripts/compile_kernels.py --arch 100 --scheme fp8@1 --head 64x128
 python scripts/compile_kernels.py --scheme fp32@20 --dtype float32 --head 10x12
+python scripts/compile_kernels.py --delta kda --head 128x128          # of the delta rule: v in --dtype, q and k in fp32, as models give them
 """
 
 import argparse
@@ -20,7 +21,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # decides at import whether kernels ar
 import torch
 import triton
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row, replay_scan, scan_triton
+from replayssm_kernels import Row, scan, scan_triton
 from triton.backends.compiler import GPUTarget
 
 SCHEMES = ("fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "mxfp4-sr/int8@16", "nvfp4-4over6@16", "fp16-rn@20")
@@ -42,8 +43,8 @@ class AbsentGpu:
         return 0
 
 
-def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype) -> list:
-    """The compiled kernels of one scheme: two heads of one group, 8 windows."""
+def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype, delta: str | None = None) -> list:
+    """The compiled kernels of one scheme: two heads of one group, 8 windows. delta: "gdn" or "kda" for the delta rule."""
     scheme, kernels = parse_scheme(name), []
 
     def collect(kernel, grid, *args, **kwargs):
@@ -51,10 +52,14 @@ def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype) -> list:
 
     scan_triton._start = collect
     tokens = 8 * scheme.window
-    q, k = torch.zeros(2, 1, tokens, 1, d_k, dtype=dtype)
+    q, k = torch.zeros(2, 1, tokens, 1, d_k, dtype=torch.float32 if delta else dtype)
     v = torch.zeros(1, tokens, 2, d_v, dtype=dtype)
-    beta, log_decay = torch.zeros(2, 1, tokens, 2)
-    replay_scan(q, k, v, beta, log_decay, [Row(scheme)], None, layer=0, backend="triton")
+    beta = torch.zeros(1, tokens, 2)
+    log_decay = torch.zeros(1, tokens, 2, *([d_k] if delta == "kda" else []))
+    rows, o = [Row(scheme)], torch.zeros(1, tokens, 2, d_v)
+    groups = scan._first_carry(rows, k, v, beta, log_decay).groups
+    # Not through `replay_scan`, which converts what lies on a CPU.
+    scan_triton.scan_groups(q, k, v, beta, log_decay, o, groups, rows, 0, 0, delta is not None)
     return kernels
 
 
@@ -77,16 +82,17 @@ def main() -> None:
     parser.add_argument("--scheme", action="append")
     parser.add_argument("--head", default="64x128", help="d_v x d_k")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of q, k and v")
+    parser.add_argument("--delta", choices=["gdn", "kda"], help="the delta rule: one decay a head, or one a channel")
     args = parser.parse_args()
     triton.runtime.driver.set_active(AbsentGpu(args.arch))
     d_v, d_k = (int(n) for n in args.head.split("x"))
     for name in args.scheme or SCHEMES:
         started = time.perf_counter()
-        kernels = compile_scan(name, d_v, d_k, getattr(torch, args.dtype))
+        kernels = compile_scan(name, d_v, d_k, getattr(torch, args.dtype), args.delta)
         took = time.perf_counter() - started
         for kernel in kernels:
             what = f"{kernel.metadata.shared:6} B shared  {resources(kernel.asm['cubin'])}"
-            print(f"{name:20} {args.head}  {kernel.metadata.name:15} {kernel.metadata.num_warps} warps  {what}")
+            print(f"{name:20} {args.head}  {kernel.metadata.name:20} {kernel.metadata.num_warps} warps  {what}")
         print(f"{name:20} compiled in {took:.1f} s")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from replayssm_emulation import NoiseKey, UsageError, fixed_window, parse_scheme, recurrence_steps
+from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
 from replayssm_kernels import Row, replay_scan
 
 TOKENS, HEADS, GROUPS, D_V, D_K = 53, 4, 2, 10, 12
@@ -118,9 +118,3 @@ def test_one_step_by_hand() -> None:
     half = torch.full((1, 1, 1), 0.5).log()
     o, carry = replay_scan(one, one, 0 * one, one[..., 0], half, [Row(parse_scheme("fp32@1"))], carry, layer=0, delta=True)
     assert o.item() == carry.groups[0].recurrence.item() == 0
-
-
-def test_triton_refuses() -> None:
-    x = inputs(False)
-    with pytest.raises(UsageError, match="no delta rule"):
-        replay_scan(*(a[None] for a in x), [Row(parse_scheme("fp32"))], None, layer=0, delta=True, backend="triton")

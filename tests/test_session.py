@@ -352,8 +352,8 @@ def test_a_triton_scan_that_computes_something_else_is_refused(layer, monkeypatc
 
     original = scan_triton.scan_groups
 
-    def wrong(q, k, v, beta, log_decay, o, groups, rows, start, at):
-        original(q, k, v, beta, log_decay, o, groups, rows, start, at)
+    def wrong(q, k, v, beta, log_decay, o, groups, rows, start, at, delta):
+        original(q, k, v, beta, log_decay, o, groups, rows, start, at, delta)
         if at == layer and rows[-1].scheme.recurrence.lossy:  # rows of the run, not of the probe
             o[-1] *= 1.01
 

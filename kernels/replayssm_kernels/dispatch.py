@@ -24,7 +24,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     """
     if wanted not in BACKENDS:
         raise UsageError(f"unknown backend {wanted!r}: use {', '.join(BACKENDS)}")
-    if wanted == "torch" or (wanted == "auto" and delta):  # the kernels have no delta rule yet
+    if wanted == "torch" or (wanted == "auto" and delta):  # its kernels are compiled for GPUs, but none has run them yet
         return "torch"
     installed = importlib.util.find_spec("triton") is not None
     capable = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
@@ -45,12 +45,10 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     return "triton"
 
 
-def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int, delta: bool = False) -> None:
+def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int) -> None:
     """Raises UsageError naming the first scheme that the Triton kernels cannot run on heads of [d_v, d_k]."""
     from .scan_triton import specialisation
 
-    if delta:
-        raise UsageError("backend triton has no delta rule yet; use torch")
     for row in rows:
         if specialisation(row.scheme, d_v, d_k) is None:
             raise UsageError(f"backend triton cannot run {row.scheme} on heads of {d_v} x {d_k}; use torch")

@@ -169,8 +169,8 @@ def replay_scan(
     if backend == "triton":
         from .scan_triton import scan_groups
 
-        check_rows(rows, d_v, d_k, delta)
-        scan_groups(q, k, v, beta, log_decay, o, carry.groups, rows, start, layer)
+        check_rows(rows, d_v, d_k)
+        scan_groups(q, k, v, beta, log_decay, o, carry.groups, rows, start, layer, delta)
     else:
         for group in carry.groups:
             inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))

@@ -235,10 +235,12 @@ def token_kernel(
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr,
     RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, BY_COLUMN: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """`window_kernel` where every piece is one token that reads its rounded fold, so that the read copy is never read.
 
-    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads.
+    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads. DELTA: the delta rule;
+    CHANNELS: with α `[R, T, H, d_k]` for decay instead of log α `[R, T, H]`.
     """
     head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -261,7 +263,8 @@ def token_kernel(
     v_ptr += row * v_row + head * d_v + i
     o_ptr += (row * tokens * heads + head) * d_v + i
     beta_ptr += row * tokens * heads + head
-    decay_ptr += row * tokens * heads + head
+    channels = d_k if CHANNELS else 1
+    decay_ptr += (row * tokens * heads + head) * channels
     first = tl.load(piece_ptr + 3) - padding  # position of the first token's noise
     decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
     for p in range(pieces):
@@ -272,18 +275,31 @@ def token_kernel(
         if SHORT:  # drawn here, it fills the time in which q and k arrive
             for s in tl.static_range(SLICES):
                 noise += (_noise(seed, when, key, document, at_row, s, d_k, D_V, N, RECURRENCE_CAST, True),)
-        gate, u = tl.exp(decay), beta * v.to(tl.float32)
+        gate, strength, u = tl.exp(decay), beta, v.to(tl.float32)
+        fold, terms = (), tl.zeros_like(recurrence[0])
+        if DELTA:
+            decayed = ()
+            for s in tl.static_range(SLICES):
+                k = _load_rows(k_ptr, 0, i, in_v, s, d_k, N, BY_COLUMN, WHOLE).to(tl.float32)
+                if CHANNELS:
+                    decayed += (_load_rows(decay_ptr, 0, i, in_v, s, d_k, N, BY_COLUMN, WHOLE) * recurrence[s],)
+                else:
+                    decayed += (gate * recurrence[s],)
+                terms = tl.fma(decayed[s], k, terms)
+            u -= tl.sum(terms, axis=1)
+            recurrence = decayed
+            terms = tl.zeros_like(terms)
+        u *= strength
         # What is small is loaded a token ahead.
         ahead = tl.where(pieces > p + 1, 1, 0)
-        decay_ptr += ahead * heads
+        decay_ptr += ahead * heads * channels
         beta_ptr += ahead * heads
         v_ptr += ahead * v_token
         decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
-        fold, terms = (), tl.zeros_like(recurrence[0])
         for s in tl.static_range(SLICES):
             k = _load_rows(k_ptr, 0, i, in_v, s, d_k, N, BY_COLUMN, WHOLE).to(tl.float32)
             q = _load_rows(q_ptr, 0, i, in_v, s, d_k, N, BY_COLUMN, WHOLE).to(tl.float32)
-            fold += (tl.fma(tl.broadcast_to(u[:, None], k.shape), k, gate * recurrence[s]),)
+            fold += (tl.fma(tl.broadcast_to(u[:, None], k.shape), k, recurrence[s] if DELTA else gate * recurrence[s]),)
             terms = tl.fma(fold[s], q, terms)
         o = tl.sum(terms, axis=1)
         tl.store(o_ptr, o, mask=in_v)

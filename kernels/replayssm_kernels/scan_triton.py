@@ -1,6 +1,6 @@
-"""The replay scan on a GPU: which rows run as one launch of the kernels of `scan_kernels`, and on what tables.
+"""The replay scan on a GPU: which rows run as one launch of the kernels of `scan_kernels` or `delta_kernels`, and on what tables.
 
-Arithmetic and rounding are those of `scan`; only the order of fp32 sums inside a product may differ.
+Arithmetic and rounding are those of `scan` and `delta`; only the order of fp32 sums inside a product may differ.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from replayssm_emulation import Scheme
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
+from .delta_kernels import delta_prepare_kernel, delta_window_kernel
 from .rounding import cast_constants, spans_head
 from .scan_kernels import prepare_kernel, token_kernel, window_kernel
 
@@ -108,14 +109,24 @@ def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
     return Tiles(height, width, -(-d_k // width), -(-d_v // height), height // 16, False, registers, stages)
 
 
+def delta_tiles_of(rounded: tuple, d_v: int, d_k: int) -> Tiles:
+    """Taller than those of the plain scan: every program of a head reads its keys and queries, wide ones in fp32."""
+    per_head = any(spans_head(cast) for cast in rounded[:2])
+    block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
+    rows = max(16, triton.next_power_of_2(d_v))
+    height = rows if per_head else min(max(16, rows // 2), 64)
+    width = max(block, min(triton.next_power_of_2(d_k), 64 if per_head else 32))
+    return Tiles(height, width, -(-d_k // width), -(-d_v // height), height // 16)
+
+
 def _launches(
     inputs: tuple[Tensor, ...], o: Tensor, group: "Group", rows: "Sequence[Row]",
-    index: list[int], first: int, cuts: tuple[tuple[int, bool], ...], layer: int,
+    index: list[int], first: int, cuts: tuple[tuple[int, bool], ...], layer: int, delta: bool,
 ) -> tuple[Tensor, list[tuple[bool, Callable[[], None]]]]:  # fmt: skip
     """(fold, launches) that scan rows which share a schedule; one launch for rows that are compiled alike.
 
-    inputs: q, k `[R, T, G, d_k]`, v `[R, T, H, d_v]` of any float dtype, beta and log_decay fp32 `[R, T, H]`; with o fp32
-    `[R, T, H, d_v]` tensors of the whole batch, of which row index[n] belongs to rows[n] and to the n-th copies of the group. first:
+    inputs: q, k `[R, T, G, d_k]`, v `[R, T, H, d_v]` of any float dtype, beta and log_decay fp32 `[R, T, H]`, with delta
+    log_decay also `[R, T, H, d_k]`; with o fp32 `[R, T, H, d_v]` tensors of the whole batch, of which row index[n] belongs to rows[n] and to the n-th copies of the group. first:
     position of token 0. cuts: (position, rounded) of the folds. Every scheme must have a `specialisation`.
     A launch writes its rows of o, replaces their copies and, if there are cuts, writes the newest fold `[rows, H, d_v, d_k]`;
     True marks the slow ones, of single tokens.
@@ -125,28 +136,30 @@ def _launches(
     tokens, heads, d_v = v.shape[1:]
     groups, d_k = k.shape[2:]
     device = v.device
-    exact = all(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
+    exact = all(x.dtype in (torch.bfloat16, torch.float16) for x in ((q, k) if delta else (q, k, v)))
+    channels = log_decay.ndim == 4
+    decay = log_decay.exp() if channels else log_decay  # once, not in every program that reads it
     assert o.is_contiguous()
     piece, long = _pieces(first, cuts, first + tokens, device)
     single = len(cuts) == tokens and all(rounded for _, rounded in cuts)
     # Single tokens read q and k for every part of d_v: converting them here spares that kernel a sixteenth of its work.
     full = (q.float(), k.float()) if single else (q, k)
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple[tuple, bool], list[int]] = {}
     for place, row in enumerate(rows):
         found = specialisation(row.scheme, d_v, d_k)
         assert found is not None, row.scheme
-        alike.setdefault(found, []).append(place)
+        alike.setdefault((found, delta and row.scheme.read is not None and row.scheme.fold == "stored"), []).append(place)
     precision = "ieee" if triton.knobs.runtime.interpret else "tf32x2"
     fold = torch.empty_like(group.recurrence)
 
-    def launch(found: tuple, members: list[int], by_token: bool) -> None:
+    def launch(found: tuple, stored: bool, members: list[int], by_token: bool) -> None:
         recurrence_cast, read_cast, shared, chained, reads_fold = found
         at = _numbers(tuple(index[m] for m in members), torch.int32, device)
         place = _numbers(tuple(members), torch.int32, device)
         seed = _numbers(tuple(rows[m].seed for m in members), torch.int64, device)
         document = _numbers(tuple(rows[m].document for m in members), torch.int64, device)
         padding = _numbers(tuple(rows[m].padding for m in members), torch.int32, device) if group.lag is None else _of(group.lag, members)
-        tiles = tiles_of(found, by_token, d_v, d_k)
+        tiles = delta_tiles_of(found, d_v, d_k) if delta and not by_token else tiles_of(found, by_token, d_v, d_k)
         grid = (heads, len(members), tiles.parts)
         queries, keys = full if by_token else (q, k)
         strides = (queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1))
@@ -160,8 +173,32 @@ def _launches(
             "enable_fp_fusion": False,
         }
         if by_token:
-            VARIANTS.add(("token", found, d_v, d_k, v.dtype))
-            _start(token_kernel, grid, queries, keys, v, beta, log_decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, **options)
+            VARIANTS.add(("token", found, d_v, d_k, v.dtype, delta, channels))
+            _start(
+                token_kernel, grid, queries, keys, v, beta, decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, DELTA=delta,
+                CHANNELS=channels, **options,
+            )  # fmt: skip
+            return
+        if delta:
+            what = (channels, d_v, d_k, q.dtype, v.dtype)
+            VARIANTS.update({("delta prepare", channels, d_k, q.dtype), ("delta window", found, stored, *what, long)})
+            solve, mix = (torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device) for _ in range(2))
+            made: list[Tensor | None] = [None] * 6
+            if channels:
+                made[2:5] = (torch.empty(len(members), heads, len(piece), PIECE, d_k, device=device) for _ in range(3))
+                made[5] = torch.empty(len(members), heads, len(piece), 2, d_k, device=device)
+            else:
+                made[:2] = (torch.empty(len(members), len(piece), heads, PIECE, device=device) for _ in range(2))
+            whole = max(16, triton.next_power_of_2(d_k))
+            _start(
+                delta_prepare_kernel, (len(piece), len(members), groups), q, k, beta, decay, solve, mix, *made, at, piece, *strides,
+                tokens, heads, groups, d_k, whole, min(whole, 32), PIECE, channels, exact, precision,
+                num_warps=1, num_stages=1, maxnreg=168, enable_fp_fusion=False,
+            )  # fmt: skip
+            _start(
+                delta_window_kernel, grid, q, k, v, o, solve, mix, *made, *common, *shape, PIECE, **casts, READS_FOLD=reads_fold,
+                STORED=stored, CHANNELS=channels, LONG=long, EXACT=exact and not channels, PRECISION=precision, **options,
+            )  # fmt: skip
             return
         VARIANTS.update({("prepare", d_k, q.dtype), ("window", found, d_v, d_k, v.dtype, long)})
         mix = torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device)
@@ -175,7 +212,7 @@ def _launches(
             **casts, READS_FOLD=reads_fold, LONG=long, EXACT=exact, PRECISION=precision, **options,
         )  # fmt: skip
 
-    return fold, [(b, partial(launch, found, members, b)) for found, members in alike.items() for b in [single and found[-1]]]
+    return fold, [(b, partial(launch, *how, members, b)) for how, members in alike.items() for b in [single and how[0][-1]]]
 
 
 _compile_only = False
@@ -226,7 +263,7 @@ def _run_side_by_side(launches: list[tuple[bool, Callable[[], None]]], device: t
 
 def scan_groups(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: "Sequence[Group]", rows: "Sequence[Row]",
-    start: int, layer: int,
+    start: int, layer: int, delta: bool,
 ) -> None:  # fmt: skip
     """The next T tokens of every group, from position `start`: `scan._scan_group` on the device.
 
@@ -244,7 +281,7 @@ def scan_groups(
             records = (q.new_zeros(len(index), pending, *q.shape[2:]), *group.records)
             inputs = tuple(torch.cat([old, _of(x, index).to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True))
             index, target = list(range(len(index))), torch.full(inputs[2].shape, torch.nan, device=o.device)
-        fold, work = _launches(inputs, target, group, members, index, first, cuts, layer)
+        fold, work = _launches(inputs, target, group, members, index, first, cuts, layer, delta)
         launches += work
         finish.append((group, members, inputs, index, target, fold, cuts, pending, stop - (cuts[-1][0] + 1 if cuts else first)))
     _run_side_by_side(launches, v.device)
