@@ -90,3 +90,10 @@ def test_generation_benchmark_compares_answers() -> None:
     report = json.loads(done.stdout)
     assert [row["way"] for row in report["rows"]] == ["transformers", "step by step", "replayed"]
     assert report["rows"][-1]["same_tokens"] == 1
+
+
+def test_answers_check_refuses_a_model_that_knows_none() -> None:
+    done = script("check_answers.py", "tiny-mamba2", "--documents", "8", "--longest", "60", "--scheme", "nvfp4@16", "--device", "cpu")
+    assert done.returncode == 1, done.stderr
+    assert "NOT accepted" in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines()[1:3]] == ["0.000", "0.000"]
