@@ -108,9 +108,10 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     if attention_mask is None:
         out = chunked_causal_attention(query, key, value, scaling)
     else:
-        repeat = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        folded = _folded(query, key, value)
+        mask = attention_mask.expand(-1, key.shape[1], -1, -1).flatten(0, 1).unsqueeze(1)  # one for all heads, as transformers makes it
+        out = torch.nn.functional.scaled_dot_product_attention(*folded, attn_mask=mask, scale=scaling)
+        out = out.unflatten(0, (len(query), -1)).flatten(1, 2)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -17,6 +17,7 @@ from .session import Session
 from .step_graphs import StepGraphs
 
 _LOOK_EVERY = 16  # steps, about, between two looks at what replayed steps have generated
+_ROOM = 512  # steps that caches first have room for
 
 
 def decode(
@@ -25,15 +26,14 @@ def decode(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    ended: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    ended: Callable[[Tensor, Tensor], Tensor] | None = None,
     session: Session | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """ids `[R, T]` with what each row generated, filled up with padding after its end; greedy, or sampled with `do_sample`.
 
-    ended(generated, rows, new): bool `[n]`, whether each of `rows`, which has generated `[n, T]`, ends within its `new` last
-    tokens; beside the criteria. A row that ends so may keep a few tokens after its end. session: what is attached to the model;
-    if its steps can be replayed, ended rows stay until half of the batch has ended.
+    ended(generated, rows): bool `[n]`, whether each of `rows`, which has generated `[n, T]`, ends here; beside the criteria.
+    session: what is attached to the model; if its steps can be replayed, ended rows stay until half of the batch has ended.
     """
     prompt = input_ids.shape[1]
     running = torch.arange(len(input_ids), device=input_ids.device)  # rows in the batch
@@ -46,9 +46,10 @@ def decode(
     steps: StepGraphs | None = None
     every = 1
     if session is not None:
-        every = max(_LOOK_EVERY // session.rows[0].scheme.window, 1) * session.rows[0].scheme.window
-        steps = _replayed_steps(model, session, input_ids, model_kwargs, generation_config.max_length - prompt + every)
-    unseen, length = 0, prompt  # tokens that no criterion has seen; longest row that ended
+        window = session.rows[0].scheme.window
+        every = max(_LOOK_EVERY // window, 1) * window
+        steps = _replayed_steps(model, session, input_ids, model_kwargs, -(-_ROOM // every) * every)
+    unseen = 0  # tokens that no criterion has seen
     while True:
         scores = logits_processor(input_ids[running], logits.float())
         tokens = torch.multinomial(scores.softmax(-1), 1)[:, 0] if generation_config.do_sample else scores.argmax(-1)
@@ -60,26 +61,29 @@ def decode(
             for end in range(input_ids.shape[1] - unseen + 1, input_ids.shape[1] + 1):
                 # Criteria see all rows: some count them.
                 here = going & stopping_criteria(input_ids[:, :end], None)[running]
+                if ended is not None:
+                    left = running[going]
+                    here[going] |= ended(input_ids[left, prompt:end], left)
                 if here.any():
                     input_ids[running[here], end:] = empty
-                    going, length = going & ~here, end
-            if ended is not None:
-                here = going & ended(input_ids[running, prompt:], running, unseen)
-                if here.any():
-                    going, length = going & ~here, input_ids.shape[1]
+                    going = going & ~here
+                    if not going.any():
+                        if steps is not None:
+                            steps.close()
+                        return input_ids[:, :end]
             unseen = 0
-            if not going.any():
-                if steps is not None:
-                    steps.close()
-                return input_ids[:, :length]
-            if not going.all() and (steps is None or 2 * going.sum() <= len(going)):
+            full = steps is not None and steps.steps == steps.room
+            if full or (not going.all() and (steps is None or 2 * going.sum() <= len(going))):
                 keep = going.nonzero().flatten()
                 model_kwargs = {
                     name: value[keep] if isinstance(value, Tensor) and value.shape[:1] == running.shape else value
                     for name, value in model_kwargs.items()
                 }
                 running, going, tokens = running[keep], going[keep], tokens[keep]
-                steps = _move(steps, model_kwargs["cache"], keep)
+                if steps is None:
+                    model_kwargs["cache"].reorder_cache(keep)
+                else:
+                    steps = _move(steps, keep, every, model_kwargs)
         if steps is not None:
             logits = steps(tokens)
         else:
@@ -102,14 +106,14 @@ def _replayed_steps(model: Any, session: Session, input_ids: Tensor, model_kwarg
     return StepGraphs.begin(model, session, model_kwargs["cache"], positions, visible, room)
 
 
-def _move(steps: StepGraphs | None, cache: Any, keep: Tensor) -> StepGraphs | None:
-    """The batch goes on with the rows `keep`, by new steps if they were replayed."""
-    if steps is None:
-        cache.reorder_cache(keep)
-        return None
-    steps.close()
-    cache.reorder_cache(keep)
-    visible, room = steps.visible()[keep], steps.mask.shape[-1] - int(steps.slot)
-    moved = StepGraphs.begin(steps.model, steps.session, cache, steps.positions[keep], visible, room)
-    assert moved is not None, "what could be replayed can be replayed with fewer rows"
-    return moved
+def _move(steps: StepGraphs, keep: Tensor, every: int, model_kwargs: dict[str, Any]) -> StepGraphs | None:
+    """New steps for the rows `keep`, with room for as many as were taken in all; model_kwargs as if all had been taken one by one."""
+    visible, positions = steps.close()[keep], steps.positions[keep]
+    steps.cache.reorder_cache(keep)
+    length = visible.shape[1] + 1
+    if model_kwargs.get("attention_mask") is not None:
+        model_kwargs["attention_mask"] = torch.nn.functional.pad(visible, (0, 1), value=True).to(model_kwargs["attention_mask"].dtype)
+    if model_kwargs.get("position_ids") is not None:
+        model_kwargs["position_ids"] = positions + torch.arange(1 - length, 1, device=positions.device)
+    room = max(steps.room, visible.shape[1]) // every * every
+    return StepGraphs.begin(steps.model, steps.session, steps.cache, positions, visible, room)

@@ -137,9 +137,9 @@ class ReplayLM(HFLM):
         contexts = [self.tok_decode(prompt, skip_special_tokens=False) for prompt in prompts]
         looked_at = max((len(s.encode(errors="replace")) for s in stop), default=0) + 2  # a token has a byte at least
 
-        def ended(generated: Tensor, rows: Tensor, new: int) -> Tensor:
-            """A stop string behind the thinking part, which only text with the string near its end needs to be read for."""
-            tails = self.tokenizer.batch_decode(generated[:, -looked_at - new + 1 :])
+        def ended(generated: Tensor, rows: Tensor) -> Tensor:
+            """A stop string behind the thinking part, which only text with the string at its very end needs to be read for."""
+            tails = self.tokenizer.batch_decode(generated[:, -looked_at:])
             said = [any(s and s in tail for s in stop) for tail in tails]
             for i, row in enumerate(rows.tolist()):
                 said[i] = said[i] and self._first_stop(contexts[row], generated[i].tolist(), stop) is not None

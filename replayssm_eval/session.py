@@ -35,6 +35,7 @@ class Session:
         self.follow_hf_clamp = follow_hf_clamp
         self.backend = backend
         self.delta = delta
+        self.may_capture = True  # decoding steps as CUDA graphs, until a model turns out not to be able to
         self._carries: dict[int, Carry] = {}
         self._serials: dict[int, int] = {}
         self._next_serial = 0

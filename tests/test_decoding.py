@@ -1,11 +1,20 @@
 """Generation: sequences leave the batch when they end, beams take their states along, no attention layer is needed."""
 
+from functools import cache
+
 import pytest
 import torch
-from models import nemotron_h, tiny_nemotron_h, token_ids
+from models import VOCAB, nemotron_h, strong_states, tiny_nemotron_h, token_ids
 from replayssm_emulation import parse_scheme
 from replayssm_kernels import Row, replay_scan
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from replayssm_eval import attach, decoding
 from replayssm_eval.decoding import decode
@@ -83,16 +92,43 @@ def test_beams_take_their_states_along() -> None:
     assert any(rows != [0, 1, 2] for rows in moves), "no beam moved: the test shows nothing"
 
 
+class Scores(LogitsProcessor):
+    """Keeps the scores of every step by prompt and length."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def __call__(self, input_ids, scores):
+        for row, values in zip(input_ids.tolist(), scores.clone().cpu(), strict=True):
+            self.seen[tuple(row[:PROMPT]), len(row)] = values
+        return scores
+
+
+@cache
+def tiny_bamba() -> BambaForCausalLM:
+    """Rotary positions, which padding on the left shifts; heads of 10 x 12."""
+    torch.manual_seed(0)
+    config = BambaConfig(
+        vocab_size=VOCAB, hidden_size=20, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        attn_layer_indices=[1], mamba_n_heads=2, mamba_d_head=10, mamba_d_state=12, mamba_n_groups=1, mamba_expand=1, mamba_chunk_size=32,
+    )  # fmt: skip
+    return strong_states(BambaForCausalLM(config).eval())
+
+
 @pytest.mark.parametrize(
-    ("scheme", "ends", "sizes"),
-    [("nvfp4/fp16@4", (6, 2, 13, 1), {4, 2, 1}), ("nvfp4/fp16@4", (9,) * 4, {4}), ("fp8@1", (5,) * 4, {4})],
+    ("build", "scheme", "ends"),
+    [
+        (tiny_bamba, "nvfp4@4", (6, 2, 18, 1)),
+        (tiny_nemotron_h, "nvfp4/fp16@4", (9,) * 4),
+        (tiny_nemotron_h, "fp8@1", (5,) * 4),
+    ],
     ids=["leaving", "together", "single-tokens"],
 )
-def test_replayed_steps_are_the_steps(scheme, ends, sizes) -> None:
-    """CUDA graphs on a GPU, the same steps run as they are elsewhere: the tokens of left-padded rows, some of which leave the batch,
-    are those of steps one by one; and bit for bit the copies, if the batches were the same."""
+def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
+    """CUDA graphs on a GPU, the same steps run as they are elsewhere: left-padded rows get the scores of steps one by one, also when
+    rows have left the batch and caches have grown; bit for bit their copies, if the batches were the same."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, parsed = tiny_nemotron_h().to(device), parse_scheme(scheme)
+    model, parsed = build().to(device), parse_scheme(scheme)
     ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(4)]).to(device)
     padding = (0, 2, 0, 5)
     mask = torch.tensor([[0] * n + [1] * (PROMPT - n) for n in padding], device=device)
@@ -104,27 +140,51 @@ def test_replayed_steps_are_the_steps(scheme, ends, sizes) -> None:
         return call(self, tokens)
 
     def made(**options):
+        scores = Scores()
         session.start([Row(parsed, seed=3, document=d, prompt=PROMPT, padding=n) for d, n in enumerate(padding)])
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None,
+            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, logits_processor=LogitsProcessorList([scores]),
             stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), custom_generate=decode, **options,
         )  # fmt: skip
-        return [row[PROMPT : PROMPT + n].tolist() for row, n in zip(out, ends, strict=True)], *session.export()
+        return out, scores.seen, *session.export()
 
     with torch.inference_mode(), attach(model, [parsed], backend="triton", probe=False) as session, pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepGraphs, "__call__", counted)
         patch.setattr(decoding, "_LOOK_EVERY", 4)
-        expected, tensors, facts = made()
+        patch.setattr(decoding, "_ROOM", 8)
+        expected, scores, tensors, facts = made()
         assert not replayed
-        answers, replayed_tensors, replayed_facts = made(session=session)
+        answers, replayed_scores, replayed_tensors, replayed_facts = made(session=session)
+        if len(set(ends)) > 1:
+            by_length = made(session=session, ended=lambda generated, rows: generated.shape[1] >= torch.tensor(ends, device=device)[rows])
+            assert torch.equal(by_length[0], expected)
     model.to("cpu")
-    assert answers == expected
-    assert set(replayed) == sizes
-    if sizes == {4}:
+    assert torch.equal(answers, expected)
+    for key, values in scores.items():
+        assert torch.allclose(replayed_scores[key], values, rtol=0, atol=1e-4 * values.abs().max()), key
+    if len(set(ends)) > 1:
+        assert set(replayed) == {4, 2, 1}
+        assert replayed.count(1) > 2 * 8, "no cache has grown"
+    else:
+        assert set(replayed) == {4}
         assert replayed_tensors.keys() == tensors.keys()
         assert [name for name, x in tensors.items() if not torch.equal(x, replayed_tensors[name])] == []
         for layer, found in facts["layers"].items():
             assert {**found, "serial": 0} == {**replayed_facts["layers"][layer], "serial": 0}
+
+
+def test_steps_inside_a_prompt_are_not_replayed() -> None:
+    """A prompt that goes on behind what was read at once: positions must be told, or the state would never be rounded."""
+    model, scheme = tiny_nemotron_h(), parse_scheme("nvfp4@4")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "custom_generate": decode}
+    with torch.inference_mode(), attach(model, [scheme], backend="triton", probe=False) as session:
+        flushes = []
+        for more in ({}, {"session": session}):
+            session.start([Row(scheme, prompt=20)])
+            model.generate(token_ids(16), **options, **more)
+            flushes.append(session.flushes)
+    assert flushes[0] == flushes[1]
+    assert flushes[0][0] == [1]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
