@@ -3,7 +3,8 @@
 python scripts/bench_generate.py --model tiny-mamba2 --batch 64 --tokens 512 --scheme nvfp4/fp16@16
 python scripts/bench_generate.py --model nemotron-3-nano-4b --random-weights --batch 9 --tokens 64
 
-All rows generate all tokens. JSON on stdout: a row per way, its answers compared with those of the steps one by one.
+All rows generate all tokens. JSON on stdout: a row per way, with the graphs that were captured (warming up included); the answers of replayed
+steps are compared with those of the steps one by one.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from replayssm_kernels import Row
 from replayssm_eval import attach
 from replayssm_eval.decoding import decode
 from replayssm_eval.models import load
+from replayssm_eval.step_graphs import StepGraphs
 
 
 def timed(call, device):
@@ -46,17 +48,26 @@ def main() -> None:
     model, device = loaded.model, loaded.model.device
     ids = torch.randint(1, model.config.vocab_size, (args.batch, args.prompt), generator=torch.Generator().manual_seed(0)).to(device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    rows = []
+    rows: list[dict] = []
+    captured: list[int] = []
+    capture = StepGraphs._capture
 
-    def measure(way, scheme, prepare=lambda: None, **more):
+    def counted(steps):
+        capture(steps)
+        captured.extend(range(len(steps.graphs)))
+
+    StepGraphs._capture = counted
+
+    def measure(way, scheme, prepare=lambda: None, window=1, **more):
         def generate(tokens):
             prepare()
             return model.generate(ids, max_new_tokens=tokens, **options, **more)
 
-        generate(min(args.tokens, 8))  # compiles
+        generate(min(args.tokens, 2 * window + 1))  # compiles
         out, seconds = timed(lambda: generate(args.tokens), device)
         rate = args.batch * args.tokens / seconds
-        rows.append({"way": way, "scheme": scheme, "seconds": round(seconds, 3), "tokens_per_s": round(rate, 1)})
+        rows.append({"way": way, "scheme": scheme, "seconds": round(seconds, 3), "tokens_per_s": round(rate, 1), "graphs": len(captured)})
+        captured.clear()
         print(f"{way:12} {scheme:16} {rate:10.0f} tokens/s", file=sys.stderr, flush=True)
         return out[:, args.prompt :]
 
@@ -69,7 +80,11 @@ def main() -> None:
             scheme = parse_scheme(text)
             seeded = [Row(scheme, document=n, prompt=args.prompt) for n in range(args.batch)]
             with attach(model, seeded, backend=args.backend) as session:
-                begin = {"prepare": lambda session=session, seeded=seeded: session.start(seeded), "custom_generate": decode}
+                begin = {
+                    "prepare": lambda session=session, seeded=seeded: session.start(seeded),
+                    "custom_generate": decode,
+                    "window": scheme.window,
+                }
                 steps = measure("step by step", text, **begin)
                 replayed = measure("replayed", text, session=session, **begin)
                 rows[-1]["same_tokens"] = (steps == replayed).float().mean().item()

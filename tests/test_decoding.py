@@ -130,7 +130,7 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, parsed = build().to(device), parse_scheme(scheme)
     ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(4)]).to(device)
-    padding = (0, 2, 0, 5)
+    padding = (2, 0, 5, 0)
     mask = torch.tensor([[0] * n + [1] * (PROMPT - n) for n in padding], device=device)
     replayed = []
     call = StepGraphs.__call__
