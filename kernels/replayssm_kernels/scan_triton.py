@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .delta_kernels import delta_prepare_kernel, delta_window_kernel
 from .rounding import cast_constants, spans_head
-from .scan_kernels import prepare_kernel, token_kernel, window_kernel
+from .scan_kernels import prepare_kernel, window_kernel
+from .token_kernels import token_kernel
 
 if TYPE_CHECKING:
     from .scan import Group, Row
