@@ -27,7 +27,7 @@ def test_progression_documents() -> None:
     before = random.getstate()
     progression.documents(3)
     assert random.getstate() == before
-    assert progression.documents(1)[0]["prompt"] == "a6b2c5d6e7f4g1h5:0.1.9="  # for all time
+    assert progression.documents(1)[0]["prompt"] == "a6b2c5d6e7f4g1h5:0.1.3="  # for all time
     for bad in ({"letters": 0}, {"lengths": (5, 2)}, {"lengths": (1, 2, 3)}):
         with pytest.raises(UsageError, match="replayssm_progression"):
             progression.documents(1, **bad)
