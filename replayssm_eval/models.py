@@ -139,14 +139,17 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device
     torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
         empty = auto_class(config).from_config(config, dtype=torch_dtype)
-    placement = {"": device} if device_map is None else _spread(name, empty, device_map)
-    for place in {torch.device(p) for p in placement.values()}:
-        gpu = place.type == "cuda"
-        needed = sum(p.numel() * p.itemsize for at, p in empty.named_parameters() if torch.device(_place_of(at, placement)) == place)
-        there = torch.cuda.mem_get_info(place)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device_map is None:
+        placement = {"": device}
+        needed = sum(p.numel() * p.itemsize for p in empty.parameters())
+        gpu = torch.device(device).type == "cuda"
+        there = torch.cuda.mem_get_info(device)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > there:
-            raise UsageError(f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {place} has {there / 2**30:.0f}")
-    with torch.random.fork_rng(devices=[p for p in {torch.device(p) for p in placement.values()} if p.type == "cuda"]):
+            raise UsageError(f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {device} has {there / 2**30:.0f}")
+    else:
+        placement = _spread(name, empty, device_map)  # sizes the devices itself
+    places = {torch.device(place) for place in placement.values()}
+    with torch.random.fork_rng(devices=[place for place in places if place.type == "cuda"]):
         torch.manual_seed(0)
         model = _filled(empty, placement)
     tokenizer = AutoTokenizer.from_pretrained(_ASSETS / "tiny-mamba2")
@@ -163,16 +166,10 @@ def _spread(name: str, empty: Any, device_map: str) -> dict[str, Any]:
         raise UsageError(f"--device-map {device_map}: random weights are spread by auto only")
     options = {"no_split_module_classes": empty._no_split_modules, "dtype": empty.dtype}
     placement = infer_auto_device_map(empty, max_memory=get_balanced_memory(empty, **options), **options)
-    if torch.cuda.is_available() and (elsewhere := {str(p) for p in placement.values()} & {"cpu", "disk"}):
-        raise UsageError(
-            f"{name}: its weights do not fit on {torch.cuda.device_count()} GPUs, some would go to {', '.join(sorted(elsewhere))}"
-        )
+    gpus = torch.cuda.device_count()
+    if elsewhere := {str(place) for place in placement.values()} & ({"cpu", "disk"} if gpus else {"disk"}):
+        raise UsageError(f"{name}: its weights do not fit on {gpus or 'no'} GPUs, some would go to {', '.join(sorted(elsewhere))}")
     return placement
-
-
-def _place_of(parameter: str, placement: dict[str, Any]) -> Any:
-    """The device of a parameter: that of the longest module name which begins its own."""
-    return placement[max((at for at in placement if at == "" or f"{parameter}.".startswith(f"{at}.")), key=len)]
 
 
 def _filled(empty: Any, placement: dict[str, Any]) -> Any:
