@@ -108,10 +108,13 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     if attention_mask is None:
         out = chunked_causal_attention(query, key, value, scaling)
     else:
-        folded = _folded(query, key, value)
-        mask = attention_mask.expand(-1, key.shape[1], -1, -1).flatten(0, 1).unsqueeze(1)  # one for all heads, as transformers makes it
-        out = torch.nn.functional.scaled_dot_product_attention(*folded, attn_mask=mask, scale=scaling)
-        out = out.unflatten(0, (len(query), -1)).flatten(1, 2)
+        heads, tokens = query.shape[1:3]
+        if tokens == 1:  # all heads of a group see the same keys: they are as many queries, and no key is copied
+            query = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+        else:
+            key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        out = out.reshape(len(out), heads, tokens, -1)
     return out.transpose(1, 2).contiguous(), None
 
 
