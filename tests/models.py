@@ -1,4 +1,4 @@
-"""Tiny random-weight models of ragged sizes, made once per test session."""
+"""Tiny random-weight models of ragged sizes, made once per test session, and inputs of the delta rule."""
 
 from functools import cache
 
@@ -66,3 +66,14 @@ def strong_states(model):
 def token_ids(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (1, tokens), generator=generator).expand(rows, -1)
+
+
+def delta_inputs(channels: bool, tokens: int, strong: bool, heads: int, groups: int, d_v: int, d_k: int, seed: int):
+    """q, k, v, beta and log-decay of the delta rule, without a row axis: unit keys, as the models make them; with `strong`, gates of
+    log-decay -5 beside gates of -0.01."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.nn.functional.normalize(torch.randn(tokens, groups, d_k, generator=g), dim=-1) for _ in range(2))
+    v = torch.randn(tokens, heads, d_v, generator=g)
+    beta = torch.rand(tokens, heads, generator=g)
+    gate = torch.rand(tokens, heads, *([d_k] if channels else []), generator=g)
+    return q, k, v, beta, torch.where(gate < 0.3, -5.0, -0.01) if strong else -0.2 * gate

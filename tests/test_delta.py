@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import delta_inputs
 from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
 from replayssm_kernels import Row, replay_scan
 
@@ -18,13 +19,7 @@ SCHEMES = [
 
 
 def inputs(channels: bool, strong: bool = False):
-    """Unit keys, as the models make them; with `strong`, gates of log-decay -5 beside gates of -0.01."""
-    g = torch.Generator().manual_seed(0)
-    q, k = (torch.nn.functional.normalize(torch.randn(TOKENS, GROUPS, D_K, generator=g), dim=-1) for _ in range(2))
-    v = torch.randn(TOKENS, HEADS, D_V, generator=g)
-    beta = torch.rand(TOKENS, HEADS, generator=g)
-    gate = torch.rand(TOKENS, HEADS, *([D_K] if channels else []), generator=g)
-    return q, k, v, beta, torch.where(gate < 0.3, -5.0, -0.01) if strong else -0.2 * gate
+    return delta_inputs(channels, TOKENS, strong, HEADS, GROUPS, D_V, D_K, seed=0)
 
 
 def scan(x, rows, pieces=(TOKENS,)):

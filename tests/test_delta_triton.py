@@ -5,7 +5,7 @@ On a GPU where there is one, otherwise in the interpreter.
 
 import pytest
 import torch
-from models import token_ids
+from models import delta_inputs, token_ids
 from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
 from replayssm_kernels import Row, replay_scan
 from test_families import COMMON, CONFIGS
@@ -27,13 +27,7 @@ SCHEMES = [
 
 
 def inputs(channels: bool, tokens: int, strong: bool = False, heads: int = 2, groups: int = 1, d_v: int = 10, d_k: int = 12):
-    """Unit keys, as the models make them; with `strong`, gates of log-decay -5 beside gates of -0.01. On the CPU, no row axis."""
-    g = torch.Generator().manual_seed(3)
-    q, k = (torch.nn.functional.normalize(torch.randn(tokens, groups, d_k, generator=g), dim=-1) for _ in range(2))
-    v = torch.randn(tokens, heads, d_v, generator=g)
-    beta = torch.rand(tokens, heads, generator=g)
-    gate = torch.rand(tokens, heads, *([d_k] if channels else []), generator=g)
-    return q, k, v, beta, torch.where(gate < 0.3, -5.0, -0.01) if strong else -0.2 * gate
+    return delta_inputs(channels, tokens, strong, heads, groups, d_v, d_k, seed=3)
 
 
 def run(x, rows, backend: str = "triton", pieces: tuple[int, ...] = ()):
