@@ -19,15 +19,16 @@ from replayssm_emulation import UsageError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
+from .kv_cache import KeysAndStateWithRoom, KeysWithRoom
 from .metrics import TokenMetrics
 from .per_token import METRICS
 from .results import write_atomic
 from .session import Session
 
 _SHARE_OF_RUN = 1 / 20
-_KNOWN = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+_KNOWN = (KeysWithRoom, LinearAttentionLayer, KeysAndStateWithRoom, DummyLayer)
 
 
 class Checkpoint:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .families import family_of
+from .kv_cache import make_room
 
 
 def layer_devices(model: Any) -> dict[int, torch.device]:
@@ -21,10 +22,14 @@ def base_model(model: Any) -> Any:
     return getattr(model, model.base_model_prefix)
 
 
-def new_cache(model: Any) -> Any:
-    """An empty cache of the kind that the model takes."""
-    cache = family_of(model.config.get_text_config()).cache
-    return DynamicCache(config=model.config) if cache is None else cache()
+def new_cache(model: Any, tokens: int = 0) -> Any:
+    """An empty cache of the kind that the model takes, whose keys and values have room for `tokens` tokens."""
+    kind = family_of(model.config.get_text_config()).cache
+    if kind is not None:
+        return kind()
+    cache = DynamicCache(config=model.config)
+    make_room(cache, tokens)
+    return cache
 
 
 def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:

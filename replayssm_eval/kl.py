@@ -226,7 +226,7 @@ class _Run:
         """Go on with one book, chunk by chunk, from where its series ends."""
         model, ids, series, title = self.loaded.model, self.ids[document], self.series[document], self.books[document].title
         tokens, prompt = self.options.tokens, self.options.prompt_tokens
-        cache = new_cache(model)
+        cache = new_cache(model, tokens)
         if series.tokens:
             self.checkpoint.load_state(session, cache, layer_devices(model))
         targets = torch.full((tokens,), -1)

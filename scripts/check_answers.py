@@ -37,7 +37,7 @@ def missed(loaded, found, scheme) -> list[int]:
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=loaded.model.device)
         rows = [Row(scheme, document=first + n, prompt=prompt) for n in range(len(part))]
         with attach(loaded.model, rows, probe=first == 0):
-            cache, said = new_cache(loaded.model), []
+            cache, said = new_cache(loaded.model, longest), []
             for at in range(0, longest, CHUNK):
                 hidden = hidden_states(loaded.model, padded[:, at : at + CHUNK], cache, at)
                 said.append(loaded.model.get_output_embeddings()(hidden).argmax(-1))
