@@ -18,7 +18,7 @@ from .models import Loaded, load, location_of, weights_digest
 from .results import check_output, code_digest, jsonable, write_atomic
 
 DEFAULT_SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
-DEFAULT_TASKS = ("progression",)
+DEFAULT_TASKS, DEFAULT_LIMIT = ("progression",), 64
 REFERENCE, CONTROL = "reference", "control"
 
 
@@ -31,11 +31,11 @@ class AccuracyOptions:
     the least change that a run can have. limit: documents of each task, None for all.
     """
 
-    model: str = "tiny-mamba2"
+    model: str = "tiny-answers"
     schemes: Sequence[str | Scheme] = DEFAULT_SCHEMES
     tasks: Sequence[str] = DEFAULT_TASKS
-    limit: int | None = 64
-    batch_size: int = 32
+    limit: int | None = DEFAULT_LIMIT
+    batch_size: int = 64
     seed: int = 0
     task_data: Mapping[str, str] = field(default_factory=dict)
     max_gen_toks: int | None = None

@@ -12,27 +12,28 @@ def register(app: typer.Typer) -> None:
     from .cli import _load_config  # not at the top: cli imports this module
 
     @app.command(
-        epilog="Example: replayssm-eval accuracy --model nemotron-3-nano-4b --task gsm8k --task-data gsm8k=gsm8k_test.jsonl --output out"
+        epilog="Example: replayssm-eval accuracy --model nemotron-3-nano-4b --task gsm8k --task-data gsm8k=gsm8k_test.jsonl --output out "
+        "(without any option: the testbed tiny-answers and its generated task, some minutes on two CPU cores)"
     )
     def accuracy(
-        model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")],
+        model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")] = "tiny-answers",
         task: Annotated[
             list[str] | None,
             typer.Option(
                 "--task",
                 "--tasks",
                 metavar="TEXT",
-                help="Task of this package (gsm8k, math_level5, ...) or of lm-eval; repeatable. Default: gsm8k.",
+                help="Task of this package (gsm8k, math_level5, ...) or of lm-eval; repeatable. Default: progression.",
             ),
         ] = None,
         scheme: Annotated[
             list[str] | None, typer.Option(metavar="TEXT", help="How the state is stored; repeatable. Default: nvfp4@16, nvfp4/fp16@16.")
         ] = None,
-        limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all.")] = None,
+        limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all; 64 if no task is named.")] = None,
         task_data: Annotated[
             list[str] | None, typer.Option(metavar="NAME=PATH", help="Local file in place of a task's data set; repeatable.")
         ] = None,
-        batch_size: Annotated[int, typer.Option(help="Sequences that are generated together; the control uses half of it.")] = 32,
+        batch_size: Annotated[int, typer.Option(help="Sequences that are generated together; the control uses half of it.")] = 64,
         max_gen_toks: Annotated[int | None, typer.Option(help="Longest answer in tokens. Default: the task's.")] = None,
         max_length: Annotated[int | None, typer.Option(help="Longest prompt and answer together. Default: the model's.")] = None,
         gen_kwargs: Annotated[str | None, typer.Option(help="As lm-eval takes them, e.g. temperature=0.6,do_sample=true.")] = None,
@@ -72,7 +73,7 @@ def register(app: typer.Typer) -> None:
             from replayssm_emulation import UsageError
 
             raise UsageError("--resume needs --output: the folder of the run to go on with")
-        from .accuracy import CONTROL, DEFAULT_SCHEMES, REFERENCE, AccuracyOptions, run_accuracy
+        from .accuracy import CONTROL, DEFAULT_LIMIT, DEFAULT_SCHEMES, DEFAULT_TASKS, REFERENCE, AccuracyOptions, run_accuracy
         from .cli_quartiles import print_quartiles
         from .quartile_run import run_quartiles
         from .results import default_output
@@ -82,8 +83,8 @@ def register(app: typer.Typer) -> None:
         options = AccuracyOptions(
             model=model,
             schemes=scheme or DEFAULT_SCHEMES,
-            tasks=task or ("gsm8k",),
-            limit=limit,
+            tasks=task or DEFAULT_TASKS,
+            limit=limit if task or limit is not None else DEFAULT_LIMIT,
             batch_size=batch_size,
             seed=seed,
             task_data=data,

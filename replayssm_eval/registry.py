@@ -100,6 +100,12 @@ REGISTRY = {
             "tiny-mamba2", "tiny-mamba2", "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books", testbed=True
         ),
         ModelEntry(
+            "tiny-answers",
+            "tiny-answers",
+            "testbed in the package: 1.1M-parameter NemotronH without attention that answers the task replayssm_progression",
+            testbed=True,
+        ),
+        ModelEntry(
             "nemotron-3-nano-4b",
             "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
             "42 layers, 21 Mamba-2 of 96 heads x 80 x 128",

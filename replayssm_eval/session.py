@@ -290,7 +290,7 @@ def attach(
         raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
-    chosen = choose_backend(backend, model.device, [row.scheme for row in rows], family.delta)
+    chosen = choose_backend(backend, model.device, [row.scheme for row in rows])
     session = Session(rows, mixers, follow_hf_clamp, chosen, family.delta)
     unpatched = probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Does a testbed answer the generated task, and what do schemes do to its answers? In seconds, without generating.
 
 python scripts/check_answers.py tiny-answers --documents 400
-python scripts/check_answers.py tiny-answers --letters 12 --longest 4000 --scheme nvfp4@1 --scheme fp8@16
+python scripts/check_answers.py tiny-answers --letters 8 --longest 2400 --scheme nvfp4@1 --scheme fp8@16
 
 A greedy answer is right exactly if, shown the right answer, the model names every next symbol of it: one pass per batch
 decides what generation would need a pass per symbol for. (`replayssm-eval accuracy` generates.) Exit code 1 unless fp32 states answer

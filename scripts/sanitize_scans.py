@@ -1,4 +1,4 @@
-"""Small scans with every kind of cast and head, for NVIDIA's compute-sanitizer.
+"""Small scans with every recurrence, kind of cast and head, for NVIDIA's compute-sanitizer.
 
 python scripts/sanitize_scans.py                                # once: is every output written?
 python scripts/sanitize_scans.py --tool memcheck --tool initcheck --tool racecheck > log
@@ -8,35 +8,40 @@ it finds. Exit code 1 if it finds anything.
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import torch
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row, replay_scan
+from replayssm_kernels import Row, compile_only, replay_scan
 
 SCHEMES = ("fp32", "fp16@1", "fp8@1", "nvfp4@16", "nvfp4/fp16@16", "fp8/fp16@16+cast=chained", "mxfp4-sr/int8@20")
 HEADS = ((64, 128), (80, 48), (10, 12))  # d_v, d_k
+RULES = ("plain", "gdn", "kda")  # the recurrence without and with the delta rule, of one decay a head and one a channel
 PIECES = (33, 1, 14)  # tokens a call: full windows, a single token, an unfinished window
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 
 
-def scan_all(device: str, backend: str) -> list[torch.Tensor]:
-    """Outputs of all schemes in one batch, for every size of head."""
+def scan_all(device: str, backend: str) -> list[tuple[str, torch.Tensor]]:
+    """Outputs of all schemes in one batch, for every recurrence and size of head."""
     rows = [Row(parse_scheme(scheme), seed=1, document=n) for n, scheme in enumerate(SCHEMES)]
     found = []
-    for d_v, d_k in HEADS:
+    for rule, (d_v, d_k) in itertools.product(RULES, HEADS):
         g = torch.Generator().manual_seed(0)
         tokens, carry, parts = sum(PIECES), None, []
-        q, k = (torch.randn(len(rows), tokens, 2, d_k, generator=g).to(device) for _ in range(2))
-        v = torch.randn(len(rows), tokens, 4, d_v, generator=g).to(device)
-        beta, log_decay = (torch.rand(len(rows), tokens, 4, generator=g).to(device) for _ in range(2))
-        for part in zip(*(x.split(PIECES, dim=1) for x in (q, k, v, beta, -0.1 * log_decay)), strict=True):
-            o, carry = replay_scan(*part, rows, carry, layer=3, backend=backend)
+        q, k = (torch.randn(len(rows), tokens, 2, d_k, generator=g) / d_k**0.5 for _ in range(2))
+        v = torch.randn(len(rows), tokens, 4, d_v, generator=g)
+        beta = torch.rand(len(rows), tokens, 4, generator=g)
+        log_decay = -0.1 * torch.rand(len(rows), tokens, 4, *([d_k] if rule == "kda" else []), generator=g)
+        inputs = [x.to(device) for x in (q, k, v, beta, log_decay)]
+        for part in zip(*(x.split(PIECES, dim=1) for x in inputs), strict=True):
+            o, carry = replay_scan(*part, rows, carry, layer=3, delta=rule != "plain", backend=backend)
             parts.append(o)
-        found.append(torch.cat(parts, dim=1).cpu())
+        found.append((f"{rule}, heads of {d_v} x {d_k}", torch.cat(parts, dim=1).cpu()))
     return found
 
 
@@ -46,11 +51,13 @@ def main() -> None:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
     args = parser.parse_args()
+    with compile_only() if args.backend == "triton" else nullcontext():
+        scan_all(args.device, args.backend)
     here = scan_all(args.device, args.backend)
-    for (d_v, d_k), o in zip(HEADS, here, strict=True):
+    for name, o in here:
         if not torch.isfinite(o).all():
-            sys.exit(f"heads of {d_v} x {d_k}: an output is not finite, so it was not written or was made of something that was not")
-    print(f"{len(HEADS)} head sizes, {len(SCHEMES)} schemes: all outputs written", flush=True)
+            sys.exit(f"{name}: an output is not finite, so it was not written or was made of something that was not")
+    print(f"{len(RULES)} recurrences, {len(HEADS)} head sizes, {len(SCHEMES)} schemes: all outputs written", flush=True)
     failed = False
     for tool in args.tool:
         program = shutil.which("compute-sanitizer")

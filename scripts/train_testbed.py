@@ -11,7 +11,8 @@ Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.g
 A testbed that answers: most rows of a batch are documents of the task `replayssm_progression` (never of its test part),
 and no layer is attention, so that what the answers depend on is in the state or nowhere:
 
-    python scripts/train_testbed.py --corpus books/ --output tiny-answers --pattern MM-MM-MM- --task-share 0.8 --context 8192 --batch 12
+    python scripts/train_testbed.py --corpus books/ --output tiny-answers --pattern MM-MM- --hidden 128 --task-share 0.85 \\
+        --context 8192 --batch 12 --steps 4000
 
 Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
 below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
@@ -125,7 +126,7 @@ def main():
     parser.add_argument("--pattern", help="layers: M state, * attention, - MLP (mamba2 only); by default MM-MM*MM- or MMMM*MM")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression")
-    parser.add_argument("--longest", type=int, default=2 * LENGTHS[1], help="characters of the longest answer")
+    parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the longest answer")
     parser.add_argument("--letters", type=int, default=LETTERS, help="of the task's tables: how much has to be remembered")
     parser.add_argument("--workers", type=int, default=4, help="processes that make batches")
     parser.add_argument("--steps", type=int, default=1600)
@@ -198,36 +199,46 @@ def main():
     step_loss = loss_of if args.no_compile else torch.compile(loss_of)
     log, started, smoothed = [], time.time(), None
     model.train()
-    for step, (inputs, targets) in zip(range(args.steps), loader, strict=False):
-        loss, missed = step_loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = group["speed"] * learning_rate(
-                step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes if step else 0.0
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step == 0:
-            loss.item()  # waits for the device
-            compiled = time.time() - started
-            started += compiled
-        last = step == args.steps - 1 or time.time() - started > 60 * args.minutes
-        if step % 20 == 0 or last:
-            value = loss.item()
-            if not math.isfinite(value):
-                raise SystemExit(f"step {step}: loss is {value}")
-            smoothed = value if smoothed is None else 0.8 * smoothed + 0.2 * value
-            line = {"step": step, "loss": round(value, 4), "grad_norm": round(norm.item(), 3), "seconds": round(time.time() - started, 1)}
-            answers = (targets < 0).any(1)  # rows of the task
-            if answers.any():
-                of_task = missed.cpu()[answers].sum() / (targets[answers] >= 0).sum()
-                line["missed"] = round(of_task.item(), 6)  # share of the answers' symbols
-            log.append(line)
-            if step % 100 == 0 or last:
-                print(f"step {step} loss {smoothed:.3f} missed {line.get('missed', '-')} {line['seconds']} s", flush=True)
-        if last:
-            break
+    try:
+        for step, (inputs, targets) in zip(range(args.steps), loader, strict=False):
+            loss, missed = step_loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = group["speed"] * learning_rate(
+                    step, args.steps, args.lr, args.warmup, (time.time() - started) / 60 / args.minutes if step else 0.0
+                )
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step == 0:
+                loss.item()  # waits for the device
+                compiled = time.time() - started
+                started += compiled
+            last = step == args.steps - 1 or time.time() - started > 60 * args.minutes
+            if step % 20 == 0 or last:
+                value = loss.item()
+                if not math.isfinite(value):
+                    raise SystemExit(f"step {step}: loss is {value}")
+                smoothed = value if smoothed is None else 0.8 * smoothed + 0.2 * value
+                line = {
+                    "step": step,
+                    "loss": round(value, 4),
+                    "grad_norm": round(norm.item(), 3),
+                    "seconds": round(time.time() - started, 1),
+                }
+                answers = (targets < 0).any(1)  # rows of the task
+                if answers.any():
+                    of_task = missed.cpu()[answers].sum() / (targets[answers] >= 0).sum()
+                    line["missed"] = round(of_task.item(), 6)  # share of the answers' symbols
+                log.append(line)
+                if step % 100 == 0 or last:
+                    print(f"step {step} loss {smoothed:.3f} missed {line.get('missed', '-')} {line['seconds']} s", flush=True)
+            if last:
+                break
+    except KeyboardInterrupt:
+        if not log:
+            raise
+        print("interrupted: this is kept, though the learning rate has not fallen to its end", flush=True)
 
     model = model.to(torch.bfloat16).cpu()
     model.save_pretrained(output)

@@ -22,7 +22,7 @@ from replayssm_eval.quartile_run import run_quartiles
 from replayssm_eval.results import code_digest
 
 TASK = "replayssm_progression"
-SHORT = {"schemes": ["nvfp4@5"], "limit": 5, "batch_size": 2, "max_gen_toks": 12, "metadata": {"progression_lengths": [22, 60]}}
+SHORT = {"schemes": ["nvfp4@5"], "limit": 5, "batch_size": 2, "max_gen_toks": 12, "metadata": {"progression_lengths": [30, 60]}}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from replayssm_eval import attach, decoding
 from replayssm_eval.decoding import decode
 from replayssm_eval.step_graphs import StepGraphs
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where Triton kernels run, or are interpreted
 PROMPT, ENDS = 9, (3, 14, 1, 8)
 SCHEME = parse_scheme("nvfp4@2")
 
@@ -127,11 +128,10 @@ def tiny_bamba() -> BambaForCausalLM:
 def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
     """CUDA graphs on a GPU, the same steps run as they are elsewhere: left-padded rows get the scores of steps one by one, also when
     rows have left the batch and caches have grown; bit for bit their copies, if the batches were the same."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, parsed = build().to(device), parse_scheme(scheme)
-    ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(len(ends))]).to(device)
+    model, parsed = build().to(DEVICE), parse_scheme(scheme)
+    ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(len(ends))]).to(DEVICE)
     padding = (2, 0, 5, 0)[: len(ends)]
-    mask = torch.tensor([[0] * n + [1] * (PROMPT - n) for n in padding], device=device)
+    mask = torch.tensor([[0] * n + [1] * (PROMPT - n) for n in padding], device=DEVICE)
     replayed = []
     call = StepGraphs.__call__
 
@@ -156,7 +156,7 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
         assert not replayed
         answers, replayed_scores, replayed_tensors, replayed_facts = made(session=session)
         if len(set(ends)) > 1:
-            by_length = made(session=session, ended=lambda generated, rows: generated.shape[1] >= torch.tensor(ends, device=device)[rows])
+            by_length = made(session=session, ended=lambda generated, rows: generated.shape[1] >= torch.tensor(ends, device=DEVICE)[rows])
             assert torch.equal(by_length[0], expected)
     model.to("cpu")
     assert torch.equal(answers, expected)
@@ -175,14 +175,15 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
 
 def test_steps_inside_a_prompt_are_not_replayed() -> None:
     """A prompt that goes on behind what was read at once: positions must be told, or the state would never be rounded."""
-    model, scheme = tiny_nemotron_h(), parse_scheme("nvfp4@4")
+    model, scheme = tiny_nemotron_h().to(DEVICE), parse_scheme("nvfp4@4")
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "custom_generate": decode}
     with torch.inference_mode(), attach(model, [scheme], backend="triton", probe=False) as session:
         flushes = []
         for more in ({}, {"session": session}):
             session.start([Row(scheme, prompt=20)])
-            model.generate(token_ids(16), **options, **more)
+            model.generate(token_ids(16).to(DEVICE), **options, **more)
             flushes.append(session.flushes)
+    model.to("cpu")
     assert flushes[0] == flushes[1]
     assert flushes[0][0] == [1]
 
@@ -196,7 +197,7 @@ def test_rows_go_on_where_they_are_moved(backend) -> None:
     q, k = torch.randn(2, 1, 21, 1, 12, generator=g)
     v = torch.randn(1, 21, 2, 10, generator=g)
     beta, log_decay = torch.rand(2, 1, 21, 2, generator=g)
-    inputs = (q, k, v, beta, -log_decay)
+    inputs = [x.to(DEVICE if backend == "triton" else "cpu") for x in (q, k, v, beta, -log_decay)]
 
     def scan(rows, carry, a, b):
         return replay_scan(*(x[:, a:b].expand(len(rows), *x[:, a:b].shape[1:]) for x in inputs), rows, carry, layer=0, backend=backend)

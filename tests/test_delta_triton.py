@@ -42,9 +42,12 @@ def run(x, rows, backend: str = "triton", pieces: tuple[int, ...] = ()):
     return torch.cat(outputs, dim=1), carry
 
 
-def off(a, b) -> float:
-    """Share of the elements that are not equal up to roundoff; NaN equals nothing."""
-    return (~((a - b).abs() <= 256 * 2**-24 * b.abs().max())).float().mean().item()
+ROUNDOFF = 256 * 2**-24  # of the largest element
+
+
+def off(a, b) -> torch.Tensor:
+    """Which elements are not equal up to roundoff; NaN equals nothing."""
+    return ~((a - b).abs() <= ROUNDOFF * b.abs().max())
 
 
 def float64_outputs(x, window: int = 16):
@@ -79,7 +82,11 @@ def test_keys_that_nearly_repeat(channels) -> None:
 @pytest.mark.parametrize("prompt", [0, 21])
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
 def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
-    """All schemes side by side, in odd chunks: the same rounding, but for elements that fp32 roundoff tips over a boundary."""
+    """All schemes side by side, in odd chunks: the same rounding, but for elements that fp32 roundoff tips over a boundary.
+
+    One in a thousand, about (roundoff over an eight-bit step). It changes one channel of the outputs: for good, or until a read copy
+    is made anew, which takes 8 tokens at most where there is more than one flush.
+    """
     x = inputs(channels, 29, heads=1)  # the interpreter is slow
     rows = [Row(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
     pieces = (29,) if prompt else (9, 20)
@@ -87,12 +94,14 @@ def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
     got, triton_carry = run(x, rows, "triton", pieces)
     assert carry.by_row("flushes") == triton_carry.by_row("flushes")
     held, triton_held = copies(carry), copies(triton_carry)
-    shares = []
+    tipped = 0
     for row, scheme in enumerate(SCHEMES):
-        pairs = ((got[row], expected[row]), *zip(triton_held[row], held[row], strict=True))
-        shares += [off(a, b) for a, b in pairs]
-        assert max(shares[-3:]) <= 0.02, scheme  # of a few hundred elements
-    assert sum(shares) / len(shares) <= 0.005
+        elements = [off(a, b) for a, b in zip(triton_held[row], held[row], strict=True)]
+        tipped += sum(int(e.sum()) for e in elements)
+        assert max(int(e.sum()) for e in elements) <= 2, scheme
+        kept = ~torch.stack([e.any(-1) for e in elements]).any(0).cpu()  # channels [H, d_v]
+        assert off(got[row][:, kept], expected[row][:, kept]).sum() <= 8, scheme
+    assert tipped <= 4  # of 1,680
 
 
 def exact_inputs(channels: bool, tokens: int, window: int):
@@ -138,10 +147,13 @@ def test_any_head_size(d_v, d_k) -> None:
     x = inputs(True, 18, heads=2, groups=1, d_v=d_v, d_k=d_k)
     together = torch.cat([a.flatten(1) for a in x[:3]], dim=1).t().contiguous().t()
     views = [a.unflatten(1, b.shape[1:]) for a, b in zip(together.split([b[0].numel() for b in x[:3]], dim=1), x[:3], strict=True)]
-    rows = [Row(parse_scheme("fp16@8"), seed=5)]
-    expected, _ = run(x, rows, "torch")
-    got, _ = run((*views, *x[3:]), rows)
-    assert off(got, expected) <= 0.005
+    rows = [Row(parse_scheme(scheme), seed=5) for scheme in ("fp32@8", "fp16@8")]
+    expected, carry = run(x, rows, "torch")
+    got, triton_carry = run((*views, *x[3:]), rows)
+    assert not off(got[0], expected[0]).any()
+    exact, rounded = (off(copies(triton_carry)[row][0], copies(carry)[row][0]) for row in range(2))
+    assert not exact.any()
+    assert rounded.float().mean() <= ROUNDOFF / 2**-11  # what roundoff can tip over a boundary of fp16
 
 
 def test_one_step_by_hand() -> None:

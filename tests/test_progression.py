@@ -19,15 +19,15 @@ def test_progression_documents() -> None:
     many = progression.documents(400, seed=3)
     assert many[:7] == progression.documents(7, seed=3)
     assert many[0] != progression.documents(1, seed=4)[0]
-    assert all(d["length"] == len(d["answer"]) == 22 * d["laps"] for d in many)
+    assert all(d["length"] == len(d["answer"]) == 30 * d["laps"] for d in many)
     lengths = sorted(d["length"] for d in many)
     assert lengths[0] < 40
-    assert lengths[-1] > 1750
-    assert 150 < lengths[200] < 300  # log-uniform on 22..2000 has its median at 210
+    assert lengths[-1] > 3500
+    assert 270 < lengths[200] < 440  # log-uniform on 30..4000 has its median at 346
     before = random.getstate()
     progression.documents(3)
     assert random.getstate() == before
-    assert progression.documents(1)[0]["prompt"] == "a6b2c5d6e7f4g1h5:0.1.3="  # for all time
+    assert progression.documents(1)[0]["prompt"] == "a4b2c2d4e9f6g7h9i1j2k0l0:0.1.6="  # for all time
     for bad in ({"letters": 0}, {"lengths": (5, 2)}, {"lengths": (1, 2, 3)}):
         with pytest.raises(UsageError, match="replayssm_progression"):
             progression.documents(1, **bad)

@@ -100,3 +100,10 @@ def test_answers_check_refuses_a_model_that_knows_none() -> None:
     assert done.returncode == 1, done.stderr
     assert "NOT accepted" in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines()[1:3]] == ["0.000", "0.000"]
+
+
+def test_answers_check_accepts_the_shipped_testbed() -> None:
+    done = script("check_answers.py", "tiny-answers", "--documents", "16", "--longest", "3000", "--scheme", "nvfp4@16", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    fp32, coarse = (float(line.split()[1]) for line in done.stdout.splitlines()[1:3])
+    assert fp32 > coarse

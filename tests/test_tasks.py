@@ -219,7 +219,7 @@ def test_progression_from_end_to_end() -> None:
     assert samples[0]["filtered_resps"] == [answers[prompts[0]]]
     assert samples[1]["filtered_resps"] == samples[3]["filtered_resps"] == [INVALID]
     (task,) = load_tasks(["progression"])
-    assert len(task.eval_docs) == 200
+    assert len(task.eval_docs) == 512
 
 
 def test_by_name_in_lm_eval_alone() -> None:

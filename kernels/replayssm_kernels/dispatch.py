@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "torch", "triton")
 
 
-def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] = (), delta: bool = False) -> str:
+def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] = ()) -> str:
     """ "torch" or "triton" for `wanted`, one of BACKENDS.
 
     "auto" is Triton on a GPU that can run it (NVIDIA of compute capability 8 or more, with the package installed) if it can
@@ -24,7 +24,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     """
     if wanted not in BACKENDS:
         raise UsageError(f"unknown backend {wanted!r}: use {', '.join(BACKENDS)}")
-    if wanted == "torch" or (wanted == "auto" and delta):  # its kernels are compiled for GPUs, but none has run them yet
+    if wanted == "torch":
         return "torch"
     installed = importlib.util.find_spec("triton") is not None
     capable = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8

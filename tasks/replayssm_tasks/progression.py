@@ -14,7 +14,7 @@ count, modulo 10. With three letters, steps 4, 0 and 7, and two laps:
 What a testbed needs, and how this has it:
 
 - *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one. Every document ends
-  in the lap of count 1, and one in thirteen has no other: a model can learn to recall a step from those first, then to add. (A sum that runs
+  in the lap of count 1, and one in twelve has no other: a model can learn to recall a step from those first, then to add. (A sum that runs
   on from letter to letter gives it nothing to learn before it knows both operands; it did not get past guessing there.)
 - *A long-lived state.* The steps are told once, and a symbol 4,000 tokens later still needs the right one. (The laps
   before it have the same sums with other counts, so memory is refreshable in principle; attention over the prompt also does
@@ -41,8 +41,8 @@ from typing import Any
 
 from replayssm_emulation.errors import UsageError
 
-LETTERS = 8
-LENGTHS = (22, 2000)  # characters of the answer: shortest, longest
+LETTERS = 12
+LENGTHS = (30, 4000)  # characters of the answer: shortest, longest
 _MOST_LAPS = 999
 
 
@@ -114,7 +114,7 @@ def grade(document: Mapping[str, Any], response: str) -> dict[str, int]:
 
 
 def dataset(
-    progression_documents: int = 200,
+    progression_documents: int = 512,
     progression_seed: int = 0,
     progression_lengths: Sequence[int] = LENGTHS,
     progression_letters: int = LETTERS,
