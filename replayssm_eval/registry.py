@@ -100,6 +100,18 @@ REGISTRY = {
             "tiny-mamba2", "tiny-mamba2", "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books", testbed=True
         ),
         ModelEntry(
+            "tiny-gdn",
+            "tiny-gdn",
+            "testbed in the package: 4.0M-parameter Qwen3.5 text model (Gated DeltaNet) trained on the same books",
+            testbed=True,
+        ),
+        ModelEntry(
+            "tiny-kda",
+            "tiny-kda",
+            "testbed in the package: 4.1M-parameter Kimi-Linear model (KDA) trained on the same books",
+            testbed=True,
+        ),
+        ModelEntry(
             "tiny-answers",
             "tiny-answers",
             "testbed in the package: 1.1M-parameter NemotronH without attention that answers the task replayssm_progression",

@@ -128,6 +128,7 @@ def provenance(started: datetime.datetime) -> dict[str, Any]:
     except ImportError:  # Windows
         peak = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    peaks = [torch.cuda.max_memory_allocated(device) / 2**30 for device in range(torch.cuda.device_count())] if gpu else []
     return {
         "command": shlex.join(["replayssm-eval" if "replayssm" in sys.argv[0] else Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
@@ -139,5 +140,6 @@ def provenance(started: datetime.datetime) -> dict[str, Any]:
         "started": started.isoformat(timespec="seconds"),
         "seconds": round((datetime.datetime.now(datetime.UTC) - started).total_seconds(), 1),
         "peak_memory_gib": None if peak is None else round(peak, 2),
-        "peak_gpu_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
+        "peak_gpu_memory_gib": round(sum(peaks), 2) if gpu else None,
+        **({"peak_gpu_memory_by_device_gib": [round(peak, 2) for peak in peaks]} if sum(map(bool, peaks)) > 1 else {}),
     }

@@ -1,7 +1,8 @@
 """The performance evidence of reports/performance/, made again on this machine's GPU: JSON files and one line a check.
 
 python scripts/reproduce_performance.py --output out                      # everything: some minutes on one H200
-python scripts/reproduce_performance.py --output out --step bench         # one step: bench, testbed, model, peers
+python scripts/reproduce_performance.py --output out --step bench         # one step: bench, testbed, model, peers, delta
+python scripts/reproduce_performance.py --output out --step large         # 120B parameters, on two such GPUs
 """
 
 import argparse
@@ -9,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ TESTBED_SCHEMES = [
 ]
 MODEL_SCHEMES = ["fp16@1", "fp8@1", "fp8@16", "nvfp4@16", "nvfp4-rn@16", "fp16@16", "nvfp4/fp16@16"]
 MODEL, TOKENS, CHUNK, ROWS = "nemotron-3-nano-4b", 131072, 2048, 9
+FEW_SCHEMES = ["fp8@1", "fp8@16", "nvfp4@16", "nvfp4/fp16@16"]  # with the reference and the control, 6 rows
+STEPS = ["bench", "testbed", "model", "peers", "delta"]
+DELTA_MODEL = "qwen3.5-4b"
+LARGE_MODEL, LARGE_TOKENS = "nemotron-3-super", 16384
 
 
 def run(arguments: list[str]) -> tuple[str, float]:
@@ -37,11 +43,11 @@ def run(arguments: list[str]) -> tuple[str, float]:
     return done.stdout, time.monotonic() - began
 
 
-def kl(folder: Path, name: str, arguments: list[str], schemes: list[str]) -> dict[str, Any]:
+def kl(folder: Path, name: str, arguments: list[str], schemes: list[str], tokens: int = TOKENS) -> dict[str, Any]:
     """kl.json of a run, kept without its per-token files, and what it cost."""
     run_folder = folder / name
     flags = [flag for scheme in schemes for flag in ("--scheme", scheme)]
-    _, seconds = run(["kl", *arguments, "--tokens", str(TOKENS), *flags, "--output", str(run_folder), "--overwrite", "--quiet"])
+    _, seconds = run(["kl", *arguments, "--tokens", str(tokens), *flags, "--output", str(run_folder), "--overwrite", "--quiet"])
     result = json.loads((run_folder / "kl.json").read_text())
     result["provenance"]["wall_s"] = round(seconds, 1)
     result["provenance"]["command"] = result["provenance"]["command"].replace(str(folder), "OUT")
@@ -54,6 +60,40 @@ def kl(folder: Path, name: str, arguments: list[str], schemes: list[str]) -> dic
     return result
 
 
+def gpu_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Mean of `repeats` calls, after one that does not count."""
+    import torch
+
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1e3 / repeats
+
+
+def products(model: Any, rows: int) -> dict[str, Any]:
+    """Seconds that the matrix products of `rows` rows of 131,072 tokens take by themselves, in bf16."""
+    import torch
+
+    shapes: dict[tuple[int, int], int] = {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            shape = (module.out_features, module.in_features)
+            shapes[shape] = shapes.get(shape, 0) + 1
+    floor = flops = 0.0
+    with torch.inference_mode():
+        for (out, into), count in shapes.items():
+            tokens = rows * CHUNK if out < 100_000 else CHUNK  # the output head reads a row at a time
+            x, w = (torch.randn(n, into, device="cuda", dtype=torch.bfloat16) for n in (tokens, out))
+            floor += count * gpu_seconds(lambda x=x, w=w: torch.nn.functional.linear(x, w), 5) * rows * TOKENS / tokens
+            flops += count * 2.0 * rows * TOKENS * out * into
+    gpu = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {**gpu, "rows": rows, "matmul_floor_s": floor, "matmul_pflop": flops / 1e15}
+
+
 def peers() -> dict[str, Any]:
     """Seconds of the model's products alone, and of transformers' own token-by-token decoding."""
     import torch
@@ -62,34 +102,11 @@ def peers() -> dict[str, Any]:
     from replayssm_eval.models import load
 
     model = load(MODEL, random_weights=True, device="cuda").model
-
-    def seconds(call, repeats: int) -> float:
-        call()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            call()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / 1e3 / repeats
-
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found = products(model, ROWS)
     with torch.inference_mode():
-        shapes: dict[tuple[int, int], int] = {}
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                shape = (module.out_features, module.in_features)
-                shapes[shape] = shapes.get(shape, 0) + 1
-        floor = flops = 0.0
-        for (out, into), count in shapes.items():
-            tokens = ROWS * CHUNK if out < 100_000 else CHUNK  # the output head reads a row at a time
-            x, w = (torch.randn(n, into, device="cuda", dtype=torch.bfloat16) for n in (tokens, out))
-            floor += count * seconds(lambda x=x, w=w: torch.nn.functional.linear(x, w), 5) * ROWS * TOKENS / tokens
-            flops += count * 2.0 * ROWS * TOKENS * out * into
-        found |= {"matmul_floor_s": floor, "matmul_pflop": flops / 1e15}
         for rows in (1, ROWS):
             cache, ids = DynamicCache(config=model.config), torch.zeros(rows, 1, dtype=torch.long, device="cuda")
-            step = seconds(lambda c=cache, i=ids: model(input_ids=i, cache=c, use_cache=True), 64)
+            step = gpu_seconds(lambda c=cache, i=ids: model(input_ids=i, cache=c, use_cache=True), 64)
             found[f"hf_decode_s_per_token_{rows}_rows"] = step
     return found
 
@@ -97,15 +114,17 @@ def peers() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--step", action="append", choices=["bench", "testbed", "model", "peers"])
+    parser.add_argument("--step", action="append", choices=[*STEPS, "large"], help="default: all but large")
     args = parser.parse_args()
-    steps = args.step or ["bench", "testbed", "model", "peers"]
+    steps = args.step or STEPS
     args.output.mkdir(parents=True, exist_ok=True)
     checks: list[tuple[str, float, float]] = []
     if "bench" in steps:
         text, _ = run(["bench", "--json", "--quiet"])
         (args.output / "bench.json").write_text(text)
         per_row = {k["name"]: k["ms_per_row"] for k in json.loads(text)["kernels"]}
+        delta = max(k["ratio_to_plain"] for k in json.loads(text)["delta"]["kernels"])
+        checks += [("the delta rule, times the plain recurrence", delta, 3)]
         checks += [("nvfp4/fp16@16, ms a row", per_row["scan nvfp4/fp16@16"], 3), ("fp8@1, ms a row", per_row["scan fp8@1"], 12)]
     if "testbed" in steps:
         result = kl(args.output, "tiny-mamba2", ["--model", "tiny-mamba2", "--chunk-size", "8192"], TESTBED_SCHEMES)
@@ -126,6 +145,19 @@ def main() -> None:
             print(
                 f"reading took {reading / found['matmul_floor_s']:.1f} times its products, decoding would take {decoding / reading:.0f} times as long"
             )
+    if "delta" in steps:
+        from replayssm_eval.models import load
+
+        result = kl(args.output, DELTA_MODEL, ["--random-weights", "--model", DELTA_MODEL, "--chunk-size", "4096"], FEW_SCHEMES)
+        floor = products(load(DELTA_MODEL, random_weights=True, device="cuda").model, len(FEW_SCHEMES) + 2)
+        (args.output / f"{DELTA_MODEL}-floor.json").write_text(json.dumps(floor, indent=1))
+        print(f"reading took {result['provenance']['reading_s'] / floor['matmul_floor_s']:.1f} times its products", json.dumps(floor))
+        checks += [(f"control of {DELTA_MODEL}", result["control"]["kl_max"], 0)]
+    if "large" in steps:
+        spread = ["--random-weights", "--model", LARGE_MODEL, "--device-map", "auto", "--chunk-size", "2048"]
+        made = kl(args.output, LARGE_MODEL, spread, FEW_SCHEMES, LARGE_TOKENS)["provenance"]
+        rate = (len(FEW_SCHEMES) + 2) * LARGE_TOKENS / made["reading_s"]
+        print(f"{rate:.0f} tokens/s over all rows, GiB by GPU: {made.get('peak_gpu_memory_by_device_gib')}")
     failed = False
     for what, value, limit in checks:
         failed |= not value <= limit

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import torch
 from replayssm_emulation import parse_scheme
@@ -51,8 +50,9 @@ def main() -> None:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
     args = parser.parse_args()
-    with compile_only() if args.backend == "triton" else nullcontext():
-        scan_all(args.device, args.backend)
+    if args.tool and args.backend == "triton":  # not inside a tool: where nothing runs, nothing is written
+        with compile_only():
+            scan_all(args.device, args.backend)
     here = scan_all(args.device, args.backend)
     for name, o in here:
         if not torch.isfinite(o).all():
