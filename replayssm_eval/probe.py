@@ -58,7 +58,7 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
     whole = logits([ids.shape[1]])
     pairs |= {"two chunks": (whole, logits(_TOKENS)), "single tokens": (whole, logits([1] * ids.shape[1]))}
     for name, (one, other) in pairs.items():
-        error = ((other - one).norm() / one.norm()).item()
+        error = ((other.to(one.device) - one).norm() / one.norm()).item()  # accelerate brings the unpatched model's to the input
         if not error <= limit:
             raise RunError(
                 f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); transformers "
