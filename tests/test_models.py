@@ -37,6 +37,26 @@ def test_the_registered_shape_has_the_published_parameters() -> None:
     assert sum(p.numel() for p in model.parameters()) == 3_973_556_832
 
 
+TESTBEDS = [name for name, entry in models.REGISTRY.items() if entry.testbed]
+
+
+@pytest.mark.parametrize("name", TESTBEDS)
+def test_testbeds_know_their_text_and_round_their_state(name, tmp_path) -> None:
+    """Well below the 7.6 nats of guessing, on a held-out book; the control is the reference, a coarse state is not."""
+    result = run_kl(model=name, schemes=["nvfp4@16"], tokens=192, output=tmp_path / "out")
+    reference, control, coarse = result["rows"]
+    assert reference["nll"][0] < 6.5
+    assert control["kl_max"] == 0
+    assert coarse["kl"] > 1e-4
+
+
+def test_testbeds_are_small() -> None:
+    assert {"tiny-mamba2", "tiny-gdn", "tiny-kda", "tiny-answers"} == set(TESTBEDS)
+    sizes = {folder.name: sum(f.stat().st_size for f in folder.iterdir()) for folder in models._ASSETS.iterdir()}
+    assert max(sizes.values()) <= 8 << 20
+    assert sum(sizes.values()) <= 30 << 20
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     entry = models.REGISTRY["nemotron-3-nano-4b"]

@@ -26,8 +26,12 @@ def test_benchmark_runs() -> None:
     assert {"load", "replay_scan", "compare_hidden", "write"} <= report["parts"].keys()
 
 
-@pytest.mark.parametrize(("growth", "code"), [(80.0, 0), (2.0, 1)], ids=["good", "too-flat"])
-def test_testbed_check_accepts_and_refuses(tmp_path, growth, code) -> None:
+@pytest.mark.parametrize(
+    ("growth", "options", "code"),
+    [(80.0, [], 0), (15.0, ["--delta"], 0), (15.0, [], 1), (2.0, ["--delta"], 1)],
+    ids=["good", "good-delta", "too-flat", "too-flat-delta"],
+)
+def test_testbed_check_accepts_and_refuses(tmp_path, growth, options, code) -> None:
     """Made-up curves: nearest grows by `growth`, stochastic by a third of it from twice the start, separate stays."""
     tokens = 131072
     late = np.arange(tokens) >= 4096
@@ -44,7 +48,7 @@ def test_testbed_check_accepts_and_refuses(tmp_path, growth, code) -> None:
         frames.append(pd.DataFrame({**columns, "position": np.arange(tokens), "kl": values.astype(np.float32)}))
     pd.concat(frames).to_parquet(tmp_path / "kl.parquet")
     (tmp_path / "kl.json").write_text(json.dumps({"corpus": {"books": [{"title": "a book"}]}}))
-    done = script("check_testbed.py", str(tmp_path))
+    done = script("check_testbed.py", str(tmp_path), *options)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("FAIL" in done.stdout) == bool(code)
 
@@ -55,13 +59,24 @@ def test_training_script_explains_itself() -> None:
     assert "--pg19" in done.stdout
 
 
-def test_scan_accuracy_is_that_of_fp32() -> None:
+@pytest.mark.parametrize("model", ["tiny-mamba2", "tiny-gdn"])
+def test_scan_accuracy_is_that_of_fp32(model) -> None:
     """Six layers, each within a few hundred roundings (64·2⁻²⁴) of the float64 recurrence."""
-    done = script("scan_accuracy.py", "--tokens", "200")
+    done = script("scan_accuracy.py", "--tokens", "200", "--model", model)
     assert done.returncode == 0, done.stderr
     errors = [float(line.split()[1]) for line in done.stdout.splitlines()[1:]]
     assert len(errors) == 6
     assert max(errors) <= 64 * 2**-24
+
+
+def test_writes_of_the_delta_rule_shorten_the_life_of_errors() -> None:
+    done = script("error_lifetime.py", "--tokens", "600")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert len(lines) == 2 * 6
+    alone, erased = (np.array([[float(n) for n in line.split()[4:]] for line in lines[half::2]]) for half in (0, 1))
+    assert (erased <= alone).all()
+    assert np.isinf(alone).sum() > np.isinf(erased).sum()
 
 
 @pytest.mark.parametrize(
