@@ -72,7 +72,7 @@ def quartile_figure(result: dict[str, Any]) -> dict[str, bytes]:
         below.set_xticks(places, ticks)
         below.set_xlabel(f"answer length of the reference, {result['length_unit']}", parse_math=False)
         # Named after creation: a legend hides names that begin with "_" and would typeset "$".
-        legend = top.legend(handles, [str(i) for i in range(len(arms))], fontsize=8, frameon=False, loc="best")
+        legend = top.legend(handles, [str(i) for i in range(len(arms))], fontsize=8, frameon=False, loc="best", handlelength=3)
         for text, arm in zip(legend.get_texts(), arms, strict=True):
             text.set_parse_math(False)
             text.set_text(shown_name(arm))
@@ -92,4 +92,6 @@ def _with_intervals(
     axes.vlines(x, ends[:, 0], ends[:, 1], color=look["color"], linewidth=1.2)
     axes.plot(x[:joined], y[:joined], color=look["color"], linestyle=look["linestyle"], linewidth=1.0, alpha=0.7)
     face = "white" if look["linestyle"] in (":", "--") else look["color"]  # a control and separate copies: hollow marks
-    return axes.plot(x, y, linestyle="none", markersize=5, marker=look["marker"], color=look["color"], markerfacecolor=face)[0]
+    marks = {"markersize": 5, "marker": look["marker"], "color": look["color"], "markerfacecolor": face}
+    axes.plot(x, y, linestyle="none", **marks)
+    return axes.plot([], [], linestyle=look["linestyle"], linewidth=1.0, **marks)[0]  # for the legend: arms may differ by their line only

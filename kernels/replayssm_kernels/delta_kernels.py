@@ -122,10 +122,10 @@ def _decay_channels(
         tl.store(end_k_ptr + at, end * gate_2[None, :], mask=there & (t < HALF)[:, None])
         tl.store(gate_ptr + s * N + width, gate_1 * gate_2, mask=inside)
     square, across = t[:, None] * L + t[None, :], second & (t < HALF)[None, :]
-    overlap = tl.where(across, of_keys, tl.load(overlap_ptr + square))
-    attention = tl.where(across, of_queries, tl.load(attention_ptr + square))
+    stored = second == (t >= HALF)[None, :]  # nothing of the other half, and the first half has nothing of the second
+    overlap = tl.where(across, of_keys, tl.load(overlap_ptr + square, mask=stored, other=0.0))
+    attention = tl.where(across, of_queries, tl.load(attention_ptr + square, mask=stored, other=0.0))
     tl.debug_barrier()
-    # The first half has nothing of the second: there nothing was stored.
     return overlap, tl.where(t[:, None] >= t[None, :], attention, 0.0)
 
 
