@@ -18,7 +18,7 @@ from .models import Loaded, load, location_of, weights_digest
 from .results import check_output, code_digest, jsonable, write_atomic
 
 DEFAULT_SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
-DEFAULT_TASKS, DEFAULT_LIMIT = ("progression",), 64
+TESTBED, TESTBED_TASKS, TESTBED_LIMIT = "tiny-answers", ("progression",), 64  # a model and what it was trained to answer
 REFERENCE, CONTROL = "reference", "control"
 
 
@@ -31,10 +31,10 @@ class AccuracyOptions:
     the least change that a run can have. limit: documents of each task, None for all.
     """
 
-    model: str = "tiny-answers"
+    model: str = TESTBED
     schemes: Sequence[str | Scheme] = DEFAULT_SCHEMES
-    tasks: Sequence[str] = DEFAULT_TASKS
-    limit: int | None = DEFAULT_LIMIT
+    tasks: Sequence[str] = TESTBED_TASKS
+    limit: int | None = TESTBED_LIMIT
     batch_size: int = 64
     seed: int = 0
     task_data: Mapping[str, str] = field(default_factory=dict)
@@ -217,12 +217,12 @@ def _answer(
     )
     try:
         for name, indices in todo.items():
-            block = 2 * options.batch_size
-            for start in range(0, len(indices), block):
-                rows[name] += _evaluate(lm, tasks[name], name, indices[start : start + block], options)
+            for start in range(0, len(indices), options.batch_size):
+                block = indices[start : start + options.batch_size]
+                rows[name] += _evaluate(lm, tasks[name], name, block, options)
                 rows[name].sort(key=lambda row: (row["doc_id"], str(row["filter"])))
                 write_atomic(folder / f"samples_{name}.jsonl", "".join(json.dumps(jsonable(row), default=str) + "\n" for row in rows[name]))
-                say(f"{arm.name}: {name} {start + len(indices[start : start + block])}/{len(indices)}")
+                say(f"{arm.name}: {name} {start + len(block)}/{len(indices)}")
     finally:
         lm.close()
 

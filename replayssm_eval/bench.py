@@ -125,7 +125,7 @@ def run_bench(
 
 
 def _scan_all(layer: Shape, delta_layer: Shape, schemes: Sequence[Scheme], rows: int, device: torch.device) -> None:
-    """Every kernel that is timed, over a few tokens: side by side they compile several times faster than one by one."""
+    """Every scan that is timed, over a few tokens: side by side they compile several times faster than one by one."""
     for shape, rule, wanted in [
         (layer, "plain", schemes),
         *((delta_layer, rule, [parse_scheme(s) for s in DELTA_SCHEMES]) for rule in RULES),

@@ -15,6 +15,7 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+import torch
 from replayssm_emulation import UsageError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -60,7 +61,7 @@ class Checkpoint:
             for name, tensor in _cache_tensors(layer).items():
                 tensors[f"cache.{index}.{name}"] = tensor
         meta |= {"fingerprint": self.fingerprint, "document": document, "position": position}
-        data = save({k: t.contiguous().cpu() for k, t in tensors.items()}, metadata={"run": json.dumps(meta)})
+        data = save({k: _on_host(t) for k, t in tensors.items()}, metadata={"run": json.dumps(meta)})
         write_atomic(self._state, data)
         now = time.monotonic()
         self._next_save = now + (now - started) / _SHARE_OF_RUN
@@ -122,6 +123,14 @@ class Checkpoint:
     def _check(self, fingerprint: str, path: Path) -> None:
         if fingerprint != self.fingerprint:
             raise UsageError(f"{path} belongs to a run with other options: pass --overwrite, or the options of that run")
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory, row by row: of keys with room behind them, a GPU would first make another copy at once."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for place, row in zip(host, tensor, strict=True):
+        place.copy_(row)
+    return host
 
 
 @contextmanager

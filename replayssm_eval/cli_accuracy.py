@@ -23,13 +23,13 @@ def register(app: typer.Typer) -> None:
                 "--task",
                 "--tasks",
                 metavar="TEXT",
-                help="Task of this package (gsm8k, math_level5, ...) or of lm-eval; repeatable. Default: progression.",
+                help="Task of this package (gsm8k, math_level5, ...) or of lm-eval; repeatable. Default: progression for tiny-answers, which was trained on it, else gsm8k.",
             ),
         ] = None,
         scheme: Annotated[
             list[str] | None, typer.Option(metavar="TEXT", help="How the state is stored; repeatable. Default: nvfp4@16, nvfp4/fp16@16.")
         ] = None,
-        limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all; 64 if no task is named.")] = None,
+        limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all; 64 of tiny-answers' own task.")] = None,
         task_data: Annotated[
             list[str] | None, typer.Option(metavar="NAME=PATH", help="Local file in place of a task's data set; repeatable.")
         ] = None,
@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
             from replayssm_emulation import UsageError
 
             raise UsageError("--resume needs --output: the folder of the run to go on with")
-        from .accuracy import CONTROL, DEFAULT_LIMIT, DEFAULT_SCHEMES, DEFAULT_TASKS, REFERENCE, AccuracyOptions, run_accuracy
+        from .accuracy import CONTROL, DEFAULT_SCHEMES, REFERENCE, TESTBED, TESTBED_LIMIT, TESTBED_TASKS, AccuracyOptions, run_accuracy
         from .cli_quartiles import print_quartiles
         from .quartile_run import run_quartiles
         from .results import default_output
@@ -83,8 +83,8 @@ def register(app: typer.Typer) -> None:
         options = AccuracyOptions(
             model=model,
             schemes=scheme or DEFAULT_SCHEMES,
-            tasks=task or DEFAULT_TASKS,
-            limit=limit if task or limit is not None else DEFAULT_LIMIT,
+            tasks=task or (TESTBED_TASKS if model == TESTBED else ("gsm8k",)),
+            limit=TESTBED_LIMIT if limit is None and model == TESTBED and not task else limit,
             batch_size=batch_size,
             seed=seed,
             task_data=data,
@@ -110,7 +110,7 @@ def register(app: typer.Typer) -> None:
                 say=(lambda line: None) if quiet else (lambda line: print(f"replayssm-eval: {line}", file=sys.stderr, flush=True)),
             )
         except KeyboardInterrupt:
-            print("replayssm-eval: interrupted; answered documents are kept for --resume", file=sys.stderr)
+            print("replayssm-eval: interrupted; finished batches are kept for --resume", file=sys.stderr)
             raise typer.Exit(130) from None
         reference, *others = arms
         assert reference == REFERENCE

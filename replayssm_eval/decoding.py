@@ -33,7 +33,8 @@ def decode(
     """ids `[R, T]` with what each row generated, filled up with padding after its end; greedy, or sampled with `do_sample`.
 
     ended(generated, rows): bool `[n]`, whether each of `rows`, which has generated `[n, T]`, ends here; beside the criteria.
-    session: what is attached to the model; if its steps can be replayed, ended rows stay until half of the batch has ended.
+    session: what is attached to the model; if its steps can be replayed, ended rows stay until half of the batch has ended
+    (and draw samples until then: with `do_sample`, others are drawn than step by step).
     """
     prompt = input_ids.shape[1]
     running = torch.arange(len(input_ids), device=input_ids.device)  # rows in the batch

@@ -23,7 +23,7 @@ def base_model(model: Any) -> Any:
 
 
 def new_cache(model: Any, tokens: int = 0) -> Any:
-    """An empty cache of the kind that the model takes, whose keys and values have room for `tokens` tokens."""
+    """An empty cache of the kind that the model takes, whose keys and values have room for `tokens` tokens (see `make_room`)."""
     kind = family_of(model.config.get_text_config()).cache
     if kind is not None:
         return kind()

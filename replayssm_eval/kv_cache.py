@@ -25,7 +25,7 @@ class _Room:
         for index, (old, new) in enumerate(zip(held, (key_states, value_states), strict=True)):
             whole = self._wholes[index] if self._wholes else new[:0]
             # Rows that were picked or cut off by others are no longer ours.
-            ours = seen and old.data_ptr() == whole.data_ptr() and old.shape == whole[:, :, :seen].shape
+            ours = seen and (old.data_ptr(), old.shape, old.stride()) == (whole.data_ptr(), whole[:, :, :seen].shape, whole.stride())
             if not ours or stop > whole.shape[2]:
                 batch, heads, _, width = new.shape
                 whole = new.new_empty(batch, heads, max(self.room, stop), width)
@@ -59,4 +59,4 @@ def make_room(cache: Any, tokens: int) -> None:
     for index, layer in enumerate(cache.layers):
         if roomy := _ROOMY.get(type(layer)):
             cache.layers[index] = roomy()
-            cache.layers[index].room = tokens
+            vars(cache.layers[index]).update(vars(layer), room=tokens)

@@ -16,6 +16,7 @@ from .proportions import ALPHA, POWER, Z, detectable_difference, holm, mcnemar, 
 
 SCHEMA = "replayssm-eval/quartiles@1"
 FEWEST = 4  # questions; with fewer there are no bins
+FEWEST_RIGHT = 6  # answers of the reference; five, all lost, have a p of 1/16 in McNemar's exact test
 PERMUTATIONS = 10_000
 _RESAMPLES = 10_000
 _BLOCK = 500  # permutations or resamples at a time
@@ -74,6 +75,8 @@ def compare(arms: Sequence[Arm], tie: Sequence[str], bins: int = 4, averaged: bo
         warnings.append("All reference answers are equally long: the bins say nothing about length.")
     if binned < n:
         warnings.append(f"{n - binned} questions without a known reference length are in the overall row only.")
+    if not averaged and (right := int(reference.score.sum())) < FEWEST_RIGHT:
+        warnings.append(f"The reference is right in {right} of {n} questions: whatever the others lose, it cannot be told from chance.")
     groups = [np.flatnonzero(which == b) for b in range(bins)]
     everything = np.arange(n)
     variants = []

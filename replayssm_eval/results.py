@@ -140,6 +140,6 @@ def provenance(started: datetime.datetime) -> dict[str, Any]:
         "started": started.isoformat(timespec="seconds"),
         "seconds": round((datetime.datetime.now(datetime.UTC) - started).total_seconds(), 1),
         "peak_memory_gib": None if peak is None else round(peak, 2),
-        "peak_gpu_memory_gib": round(sum(peaks), 2) if gpu else None,
+        "peak_gpu_memory_gib": round(max(peaks), 2) if gpu else None,
         **({"peak_gpu_memory_by_device_gib": [round(peak, 2) for peak in peaks]} if sum(map(bool, peaks)) > 1 else {}),
     }

@@ -142,9 +142,10 @@ class StepGraphs:
                     graphs.append(graph)
                 self.graphs = graphs
             except RunError:
+                torch.cuda.set_stream(before)  # a capture that fails leaves its own
                 raise
             except Exception as error:  # whatever a model does that cannot be captured; the compiler has its own kind
-                torch.cuda.set_stream(before)  # a capture that fails leaves its own
+                torch.cuda.set_stream(before)
                 self.may_capture = self.session.may_capture = False
                 warnings.warn(f"decoding without CUDA graphs, which is slower: {str(error).splitlines()[0]}", stacklevel=2)
         # Capturing computed nothing: nothing has been folded, and where the window began there were no records.

@@ -1,7 +1,7 @@
 """Does a testbed answer the generated task, and what do schemes do to its answers? In seconds, without generating.
 
 python scripts/check_answers.py tiny-answers --documents 400
-python scripts/check_answers.py tiny-answers --letters 8 --longest 2400 --scheme nvfp4@1 --scheme fp8@16
+python scripts/check_answers.py tiny-answers --longest 2400 --scheme nvfp4@1 --scheme fp8@16
 
 A greedy answer is right exactly if, shown the right answer, the model names every next symbol of it: one pass per batch
 decides what generation would need a pass per symbol for. (`replayssm-eval accuracy` generates.) Exit code 1 unless fp32 states answer
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="name or folder")
     parser.add_argument("--documents", type=int, default=400)
-    parser.add_argument("--letters", type=int, default=LETTERS)
+    parser.add_argument("--letters", type=int, default=LETTERS, help="what the model was trained with (tiny-answers: 12)")
     parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the longest answer")
     parser.add_argument("--scheme", action="append", help="default: nvfp4@16, nvfp4/fp16@16, nvfp4@1")
     parser.add_argument("--device", default="auto")

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 NEAREST, STOCHASTIC, SEPARATE = "nvfp4-rn@16", "nvfp4@16", "nvfp4/fp16@16"
 EARLY, VERY_EARLY, LATE = (0, 1024), 256, (65536, 131072)
 # What an error does: without the delta rule it decays as the state does; with it every write also erases the error along its key,
-# so that a shared copy's drift levels off where writes erase as much as roundings add.
+# so that a shared copy's drift levels off where writes erase as much as roundings add. About half of what the first curves showed.
 LIMITS = {"plain": (10, 30, 5, 1.5), "delta": (2, 10, 1.5, 1.2)}
 
 

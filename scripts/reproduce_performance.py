@@ -154,8 +154,14 @@ def main() -> None:
         print(f"reading took {result['provenance']['reading_s'] / floor['matmul_floor_s']:.1f} times its products", json.dumps(floor))
         checks += [(f"control of {DELTA_MODEL}", result["control"]["kl_max"], 0)]
     if "large" in steps:
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            sys.exit("--step large needs two GPUs")
         spread = ["--random-weights", "--model", LARGE_MODEL, "--device-map", "auto", "--chunk-size", "2048"]
-        made = kl(args.output, LARGE_MODEL, spread, FEW_SCHEMES, LARGE_TOKENS)["provenance"]
+        result = kl(args.output, LARGE_MODEL, spread, FEW_SCHEMES, LARGE_TOKENS)
+        made = result["provenance"]
+        checks += [(f"control of {LARGE_MODEL}", result["control"]["kl_max"], 0)]
         rate = (len(FEW_SCHEMES) + 2) * LARGE_TOKENS / made["reading_s"]
         print(f"{rate:.0f} tokens/s over all rows, GiB by GPU: {made.get('peak_gpu_memory_by_device_gib')}")
     failed = False

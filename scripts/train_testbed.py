@@ -12,7 +12,7 @@ A testbed that answers: most rows of a batch are documents of the task `replayss
 and no layer is attention, so that what the answers depend on is in the state or nowhere:
 
     python scripts/train_testbed.py --corpus books/ --output tiny-answers --pattern MM-MM- --hidden 128 --task-share 0.85 \\
-        --context 8192 --batch 12 --steps 4000
+        --context 8192 --batch 12 --steps 100000 --minutes 6      # six of the books: scripts/tiny-answers.training.json
 
 Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
 below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
@@ -197,7 +197,7 @@ def main():
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), missed
 
     step_loss = loss_of if args.no_compile else torch.compile(loss_of)
-    log, started, smoothed = [], time.time(), None
+    log, started, smoothed, interrupted = [], time.time(), None, False
     model.train()
     try:
         for step, (inputs, targets) in zip(range(args.steps), loader, strict=False):
@@ -238,6 +238,7 @@ def main():
     except KeyboardInterrupt:
         if not log:
             raise
+        interrupted = True
         print("interrupted: this is kept, though the learning rate has not fallen to its end", flush=True)
 
     model = model.to(torch.bfloat16).cpu()
@@ -254,10 +255,13 @@ def main():
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "seconds_of_step_0": round(compiled, 1),
+        **({"interrupted_after_step": step} if interrupted else {}),
         "log": log,
     }
     (output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["half_lives"]), flush=True)
+    if interrupted:
+        raise SystemExit(130)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The accuracy run on a tiny random model: arms apart, every answer with its facts, a kill loses a block and changes nothing."""
 
 import json
+import sys
 import logging
 from collections import Counter
 from copy import deepcopy
@@ -93,7 +94,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tiny, tmp_path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_accuracy(options, tmp_path / "cut", loaded=tiny, say=kill)
-    assert len(rows(tmp_path / "cut" / "nvfp4@5")) == 4  # one block of two batches
+    assert len(rows(tmp_path / "cut" / "nvfp4@5")) == 2  # one batch
     resumed = run_accuracy(options, tmp_path / "cut", resume=True, loaded=tiny)
     for name in whole:
         assert (whole[name] / f"samples_{TASK}.jsonl").read_bytes() == (resumed[name] / f"samples_{TASK}.jsonl").read_bytes()
@@ -131,14 +132,14 @@ def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
             assert {text.rpartition(" ")[0] for text in said} == {f"{'fp32' if name in ('reference', 'control') else name} {seed}"}
 
     asked.clear()
-    kill_at = 4  # three answers were given, and the first block of two was written
+    kill_at = 4  # three answers were given and written
     with pytest.raises(KeyboardInterrupt):
         run(1, "cut")
-    assert len(rows(tmp_path / "cut" / "nvfp4@5")) == 2
+    assert len(rows(tmp_path / "cut" / "nvfp4@5")) == 3
     kill_at = None
     for name, folder in run(1, "cut", resume=True).items():
         assert (folder / f"samples_{TASK}.jsonl").read_bytes() == (whole[1][name] / f"samples_{TASK}.jsonl").read_bytes()
-    assert asked == {("fp32", 1): 12, ("nvfp4@5", 1): 4 + 4, ("nvfp4-rn@5", 1): 6}
+    assert asked == {("fp32", 1): 12, ("nvfp4@5", 1): 4 + 3, ("nvfp4-rn@5", 1): 6}
 
 
 def test_a_folder_is_not_gone_on_with_by_another_run(tiny, tmp_path, canned) -> None:
@@ -256,9 +257,31 @@ def test_bad_options_are_refused_before_the_model_is_loaded(change, says, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_ends_with_the_quartile_table(tiny, tmp_path, monkeypatch, capsys) -> None:
-    import sys
+@pytest.mark.parametrize(
+    ("arguments", "model", "tasks", "limit"),
+    [
+        ([], "tiny-answers", ["progression"], 64),
+        (["--limit", "5"], "tiny-answers", ["progression"], 5),
+        (["--task", "progression"], "tiny-answers", ["progression"], None),
+        (["--model", "some/model"], "some/model", ["gsm8k"], None),
+    ],
+)
+def test_defaults_follow_the_model(arguments, model, tasks, limit, monkeypatch, tmp_path) -> None:
+    """A task that only one testbed was trained for is the default of no other model."""
+    from replayssm_eval import accuracy, cli
 
+    def asked(options, output, **more):
+        assert (options.model, list(options.tasks), options.limit) == (model, tasks, limit)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accuracy, "run_accuracy", asked)
+    monkeypatch.setattr(sys, "argv", ["replayssm-eval", "accuracy", *arguments, "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
+
+
+def test_the_command_ends_with_the_quartile_table(tiny, tmp_path, monkeypatch, capsys) -> None:
     from replayssm_eval import accuracy, cli
 
     monkeypatch.setattr(accuracy, "load", lambda *a, **k: tiny)

@@ -84,7 +84,7 @@ def test_keys_that_nearly_repeat(channels) -> None:
 def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
     """All schemes side by side, in odd chunks: the same rounding, but for elements that fp32 roundoff tips over a boundary.
 
-    One in a thousand, about (roundoff over an eight-bit step). It changes one channel of the outputs: for good, or until a read copy
+    One in a thousand, about (roundoff over an eight-bit step): of the 120 of a copy hardly ever three. It changes one channel of the outputs: for good, or until a read copy
     is made anew, which takes 8 tokens at most where there is more than one flush.
     """
     x = inputs(channels, 29, heads=1)  # the interpreter is slow

@@ -4,13 +4,17 @@ import pytest
 import torch
 import transformers
 from models import VOCAB, token_ids
+from replayssm_emulation import parse_scheme
+from replayssm_kernels import Row
+from transformers import LogitsProcessorList
 
-from replayssm_eval import attach
+from replayssm_eval import attach, decoding
 from replayssm_eval.checkpoint import Checkpoint
 from replayssm_eval.decoding import decode
 from replayssm_eval.families import FAMILIES
 from replayssm_eval.forward import hidden_states, layer_devices, new_cache
 from replayssm_eval.models import auto_class
+from replayssm_eval.step_graphs import StepGraphs
 
 HEADS, D_V, D_K = 6, 20, 12  # no power of two
 COMMON = {
@@ -173,7 +177,7 @@ def test_a_saved_state_is_gone_on_from(model, tmp_path) -> None:
     ids = token_ids(64, rows=2)
     checkpoint = Checkpoint(tmp_path, "run", tokens=64)
     with attach(model, ["fp32", "nvfp4/fp16@16"], probe=False) as session:
-        cache = new_cache(model)
+        cache = new_cache(model, 64)
         hidden_states(model, ids[:, :41], cache, 0)
         checkpoint.save_state(0, 41, session, cache)
         expected = hidden_states(model, ids[:, 41:], cache, 41)
@@ -181,6 +185,41 @@ def test_a_saved_state_is_gone_on_from(model, tmp_path) -> None:
         assert saved == (model.config.get_text_config().model_type not in ("glm5_next_text", "qwen4_exp_text", "minimax"))
         if saved:
             session.start(session.rows)
-            cache = new_cache(model)
+            cache = new_cache(model, 64)
             checkpoint.load_state(session, cache, layer_devices(model))
             assert torch.equal(hidden_states(model, ids[:, 41:], cache, 41), expected)
+
+
+# Caches of their own kind, or layers that hold attention and a state.
+NOT_REPLAYED = ("falcon_h1", "zamba2", "qwen4_exp_text", "glm5_next_text", "minimax")
+
+
+@torch.inference_mode()
+def test_replayed_steps_are_the_steps(model, monkeypatch) -> None:
+    """Decoding as with CUDA graphs, on the torch scan, where nothing is captured: scores of left-padded rows in caches that grow."""
+    begin, call, taken = StepGraphs.begin.__func__, StepGraphs.__call__, []
+
+    def begin_on_torch(cls, model, session, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "backend", "triton")
+            return begin(cls, model, session, *args)
+
+    monkeypatch.setattr(StepGraphs, "begin", classmethod(begin_on_torch))
+    monkeypatch.setattr(StepGraphs, "__call__", lambda steps, tokens: (taken.append(1), call(steps, tokens))[1])
+    monkeypatch.setattr(decoding, "_LOOK_EVERY", 2)
+    monkeypatch.setattr(decoding, "_ROOM", 4)
+    scheme, padding, scores = parse_scheme("fp32@2"), (2, 0), ([], [])
+    ids = torch.cat([token_ids(9, seed=seed) for seed in range(2)])
+    mask = torch.tensor([[0] * n + [1] * (9 - n) for n in padding])
+    answers = []
+    with attach(model, [scheme] * 2, backend="torch", probe=False) as session:
+        for more, seen in (({}, scores[0]), ({"session": session}, scores[1])):
+            session.start([Row(scheme, document=d, prompt=9, padding=n) for d, n in enumerate(padding)])
+            keep = LogitsProcessorList([lambda ids, x, seen=seen: (seen.append(x.clone()), x)[1]])
+            options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "logits_processor": keep, **more}
+            answers.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, custom_generate=decode, **options))
+    kind = model.config.get_text_config().model_type
+    assert bool(taken) == (kind not in NOT_REPLAYED), kind
+    assert torch.equal(*answers)
+    for one, other in zip(scores[0], scores[1][:12], strict=True):  # replayed, a step or two are taken past the end
+        assert torch.allclose(one, other, rtol=0, atol=1e-5 * one.abs().max())

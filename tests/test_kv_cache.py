@@ -36,7 +36,7 @@ def test_what_it_holds_is_what_concatenation_holds(kind, room) -> None:
     assert (len(places) == 1) == (room >= 12)
 
 
-@pytest.mark.parametrize("change", ["reorder", "crop", "reset", "fewer rows"])
+@pytest.mark.parametrize("change", ["reorder", "crop", "reset", "fewer rows", "every other"])
 def test_rows_that_were_moved_or_cut_off(change) -> None:
     """What is appended after such a change stands behind what the change left, not behind what was there before."""
     cache = SimpleNamespace(layers=[DynamicLayer()])
@@ -50,6 +50,8 @@ def test_rows_that_were_moved_or_cut_off(change) -> None:
             layer.reorder_cache(torch.tensor([2, 0, 0]))
         elif change == "crop":
             layer.crop(-2)
+        elif change == "every other":
+            layer.keys, layer.values = (x[:, :, ::2] for x in (layer.keys, layer.values))
         elif change == "reset":
             layer.reset()
         else:

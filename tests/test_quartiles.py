@@ -104,6 +104,15 @@ def test_a_quartile_can_hardly_show_ten_points() -> None:
     assert detectable_difference(5, 0.2) is None  # even 5 losses of 5 have p = 0.0625
 
 
+@pytest.mark.parametrize("right", [0, 5, 6])
+def test_a_reference_that_answers_nothing_cannot_lose(right) -> None:
+    """Of five right answers, all lost, McNemar's exact test says 0.0625; of six 0.03125."""
+    scores = [1] * right + [0] * (20 - right)
+    found = against(arm(scores, range(20)), arm([0] * 20, name="x", role="scheme"))
+    assert any(f"right in {right} of 20" in w for w in found["warnings"]) == (right < 6)
+    assert (found["variants"][0]["overall"]["mcnemar_p"] < 0.05) == (right == 6)
+
+
 @pytest.mark.parametrize(
     ("length", "sizes", "medians"),
     [

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -163,3 +164,20 @@ def test_a_trained_model_loads_and_agrees_with_its_class(trained, kind) -> None:
         expected = model(input_ids=ids, use_cache=False).logits
         with attach(model, ["fp32"], follow_hf_clamp=True):
             assert close(model(input_ids=ids, use_cache=False).logits, expected, 1e-4)
+
+
+def test_an_interrupted_training_says_so(tmp_path) -> None:
+    """What there is is kept, marked, and the exit code is that of an interrupted run."""
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+    sizes = {"vocab": 300, "hidden": 64, "pattern": "M*", "context": 64, "batch": 1, "steps": 1_000_000, "workers": 1}
+    small = [*(f"--{name}={value}" for name, value in sizes.items()), "--no-compile", "--output", str(tmp_path / "out")]
+    command = [sys.executable, str(SCRIPTS / "train_testbed.py"), "--corpus", str(tmp_path), *small]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert any(line.startswith("step 0 ") for line in run.stdout)
+    run.send_signal(signal.SIGINT)
+    rest, errors = run.communicate(timeout=120)
+    assert run.returncode == 130, errors
+    assert "interrupted" in rest
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert 0 <= record["interrupted_after_step"] < 1_000_000
+    assert load(str(tmp_path / "out"), device="cpu").model.num_parameters() == record["parameters"]

@@ -26,7 +26,8 @@ What a testbed needs, and how this has it:
 - *No leakage.* A table of steps belongs to the test part if its SHA-256 begins with a byte divisible by 8, else to the
   training part. No training text of any seed shares its steps with a test document of any seed.
 
-It is meant for models trained on `training_text`; it explains nothing to a chat model. `letters` sets how much has to
+It is meant for models trained on `training_text`, such as tiny-answers (12 letters, answers of up to 4,000 characters); it explains
+nothing to a chat model. `letters` sets how much has to
 be remembered. Document i of a seed depends on nothing but the seed, i and the settings, so a limit takes a prefix.
 """
 

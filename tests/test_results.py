@@ -1,0 +1,19 @@
+"""What a run says of the machine that it ran on."""
+
+import datetime
+
+import pytest
+import torch
+
+from replayssm_eval.results import provenance
+
+
+@pytest.mark.parametrize("peaks", [[3.0], [1.5, 2.0], [0.0, 4.0]], ids=str)
+def test_peak_memory_is_that_of_the_fullest_gpu(monkeypatch, peaks) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(peaks))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(peaks[device] * 2**30))
+    found = provenance(datetime.datetime.now(datetime.UTC))
+    assert found["peak_gpu_memory_gib"] == max(peaks)
+    assert found.get("peak_gpu_memory_by_device_gib") == (peaks if min(peaks) and len(peaks) > 1 else None)
