@@ -1,8 +1,8 @@
 """The accuracy run on a tiny random model: arms apart, every answer with its facts, a kill loses a block and changes nothing."""
 
 import json
-import sys
 import logging
+import sys
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
