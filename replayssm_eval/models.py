@@ -66,8 +66,8 @@ def load(
     """The model called `name`: a registry name, a hub id or a local folder.
 
     dtype: "auto" is float32 for a testbed and the checkpoint's own otherwise. device: "auto" is the GPU when there is one.
-    device_map: handed to accelerate. random_weights: build a registered shape with random bf16 weights (always the same
-    ones) and read text with the testbed's tokenizer: for cost, memory and numerics, never for accuracy.
+    device_map: handed to accelerate. random_weights: build a registered shape with random bf16 weights (the same in
+    every run; spread over several GPUs, others than on one) and read text with the testbed's tokenizer: for cost, memory and numerics, never for accuracy.
     Raises UsageError when the model cannot be had or was not loaded completely.
     """
     import torch
