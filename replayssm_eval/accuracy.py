@@ -240,11 +240,13 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: AccuracyOptions) -> list[dict[str, Any]]:
     """lm-eval's sample rows of some documents, with what is known of the generations."""
     import lm_eval
+    import lm_eval.evaluator
     from replayssm_tasks import reopen_thinking, task_manager
 
     from .answers import loops
 
     lm.generations.clear()
+    lm_eval.evaluator.get_git_commit_hash = lambda: None  # of the folder that one happens to be in; git complains where it is none
     result = lm_eval.simple_evaluate(
         model=lm,
         tasks=[task],

@@ -78,7 +78,7 @@ def quartile_figure(result: dict[str, Any]) -> dict[str, bytes]:
             text.set_text(shown_name(arm))
         filtered = f", {result['filter']}" if result["filter"] else ""
         figure.suptitle(f"{result['task']}{filtered}: accuracy by answer length", fontsize=10, parse_math=False)
-        if result["control"]:
+        if result["control"] and any([*result["control"]["range"], result["control"]["overall"]]):  # or there is nothing grey
             below.set_title("grey: ± the control's difference; what lies inside is undecided", fontsize=7.5, color="#444444", loc="left")
         return rendered(figure)
 

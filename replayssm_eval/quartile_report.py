@@ -103,7 +103,9 @@ def reading(result: dict[str, Any], variant: dict[str, Any]) -> list[str]:
         limits = [limit for _, limit in unclear if limit is not None]
         missed = f"; a difference below {_range(limits)} points would often be missed" if limits else ""
         lines.append(f"{name}: not distinguishable from the reference {_where([label for label, _ in unclear], unit)}{missed}.")
-    if inside := [label for label, cell in cells if cell["verdict"] == IN_CONTROL]:
+    if ties := [label for label, cell in cells if cell["verdict"] == IN_CONTROL and not cell["gains"] + cell["losses"]]:
+        lines.append(f"{name}: no question is lost or won {_where(ties, unit)}, as in the control; that is not proof of no loss.")
+    if inside := [label for label, cell in cells if cell["verdict"] == IN_CONTROL and label not in ties]:
         lines.append(f"{name}: undecided {_where(inside, unit)}: no further from the reference than the control is.")
     trend = variant["trend"]
     if trend["verdict"] is not None:

@@ -32,14 +32,28 @@ def reading(result: dict[str, Any]) -> list[str]:
         ratio = growth(row)
         if ratio is None:
             continue
-        if intervals[-1][0] > intervals[0][1]:
-            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {thousands(result['bins'][0][1] - result['bins'][0][0])} tokens in the last bin"
+        first = thousands(result["bins"][0][1] - result["bins"][0][0])
+        level = _level_from(intervals)
+        if intervals[-1][0] > intervals[0][1] and level is None:
+            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {first} tokens in the last bin"
+        elif intervals[-1][0] > intervals[0][1]:
+            since = thousands(result["bins"][level][0] - result["bins"][0][0])
+            verdict = f"drifts early: {ratio:.1f} times the KL of the first {first} tokens in the last bin, with no growth since {since} that can be told from noise"
         elif intervals[-1][1] < intervals[0][0]:
             verdict = f"drifts less late than early ({ratio:.2f} times)"
         else:
             verdict = f"shows no change with length that can be told from noise ({ratio:.2f} times)"
         lines.append(f"{label(row)} {verdict}.")
     return lines
+
+
+def _level_from(intervals: list[list[float] | None]) -> int | None:
+    """The first bin from which on none lies below the last one's interval, if those are three bins or more: two doublings."""
+    last = intervals[-1]
+    assert last is not None
+    below = [i for i, ci in enumerate(intervals) if ci is None or ci[1] < last[0]]
+    level = below[-1] + 1 if below else 0
+    return level if len(intervals) - level >= 3 else None
 
 
 def _environment(escape: bool) -> Any:
