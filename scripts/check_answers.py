@@ -20,6 +20,7 @@ from replayssm_tasks.progression import LENGTHS, LETTERS, documents
 
 from replayssm_eval import attach
 from replayssm_eval.forward import hidden_states, new_cache
+from replayssm_eval.lm_backend import document_of
 from replayssm_eval.models import load
 
 BATCH, CHUNK = 64, 1024
@@ -27,7 +28,7 @@ BATCH, CHUNK = 64, 1024
 
 @torch.inference_mode()
 def missed(loaded, found, scheme) -> list[int]:
-    """How many symbols of each document's answer the model would not have said; the noise is that of its place in the list."""
+    """How many symbols of each document's answer the model would not have said; the noise is that of its prompt, as in generation."""
     counts = []
     for first in range(0, len(found), BATCH):
         part = found[first : first + BATCH]
@@ -35,7 +36,7 @@ def missed(loaded, found, scheme) -> list[int]:
         prompt = len(loaded.tokenizer(part[0]["prompt"])["input_ids"])  # all prompts are as long
         longest = max(map(len, ids))
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=loaded.model.device)
-        rows = [Row(scheme, document=first + n, prompt=prompt) for n in range(len(part))]
+        rows = [Row(scheme, document=document_of(row[:prompt]), prompt=prompt) for row in ids]
         with attach(loaded.model, rows, probe=first == 0):
             cache, said = new_cache(loaded.model, longest), []
             for at in range(0, longest, CHUNK):
