@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from replayssm_emulation import Scheme, UsageError, parse_scheme
 
@@ -246,19 +247,20 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
     from .answers import loops
 
     lm.generations.clear()
-    lm_eval.evaluator.get_git_commit_hash = lambda: None  # of the folder that one happens to be in; git complains where it is none
-    result = lm_eval.simple_evaluate(
-        model=lm,
-        tasks=[task],
-        samples={name: indices},
-        gen_kwargs=options.gen_kwargs,
-        apply_chat_template=options.apply_chat_template,
-        num_fewshot=options.num_fewshot,
-        task_manager=task_manager(),  # lm-eval's default one takes eight seconds to list tasks that are not asked for
-        log_samples=True,
-        bootstrap_iters=0,
-        verbosity="ERROR",
-    )
+    # Its commit is that of the folder one happens to be in, and git complains where that is no checkout.
+    with patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None):
+        result = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=[task],
+            samples={name: indices},
+            gen_kwargs=options.gen_kwargs,
+            apply_chat_template=options.apply_chat_template,
+            num_fewshot=options.num_fewshot,
+            task_manager=task_manager(),  # lm-eval's default one takes eight seconds to list tasks that are not asked for
+            log_samples=True,
+            bootstrap_iters=0,
+            verbosity="ERROR",
+        )
     assert result is not None
     rows = []
     for row in result["samples"][name]:

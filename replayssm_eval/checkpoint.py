@@ -126,7 +126,9 @@ class Checkpoint:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory, row by row: of keys with room behind them, a GPU would first make another copy at once."""
+    """In memory; of keys with room behind them a copy row by row, where a GPU would first make another of all rows."""
+    if tensor.is_contiguous():
+        return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     for place, row in zip(host, tensor, strict=True):
         place.copy_(row)

@@ -80,11 +80,12 @@ def register(app: typer.Typer) -> None:
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         folder = output or default_output("accuracy", model)
+        own = model == TESTBED and not task
         options = AccuracyOptions(
             model=model,
             schemes=scheme or DEFAULT_SCHEMES,
-            tasks=task or (TESTBED_TASKS if model == TESTBED else ("gsm8k",)),
-            limit=TESTBED_LIMIT if limit is None and model == TESTBED and not task else limit,
+            tasks=task or (TESTBED_TASKS if own else ("gsm8k",)),
+            limit=TESTBED_LIMIT if own and limit is None else limit,
             batch_size=batch_size,
             seed=seed,
             task_data=data,

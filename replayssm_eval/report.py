@@ -33,12 +33,12 @@ def reading(result: dict[str, Any]) -> list[str]:
         if ratio is None:
             continue
         first = thousands(result["bins"][0][1] - result["bins"][0][0])
-        level = _level_from(intervals)
-        if intervals[-1][0] > intervals[0][1] and level is None:
-            verdict = f"drifts further the longer the text: {ratio:.1f} times the KL of the first {first} tokens in the last bin"
-        elif intervals[-1][0] > intervals[0][1]:
-            since = thousands(result["bins"][level][0] - result["bins"][0][0])
-            verdict = f"drifts early: {ratio:.1f} times the KL of the first {first} tokens in the last bin, with no growth since {since} that can be told from noise"
+        if intervals[-1][0] > intervals[0][1]:
+            how, since = "drifts further the longer the text", ""
+            if (level := _level_from(intervals)) is not None:
+                start = thousands(result["bins"][level][0] - result["bins"][0][0])
+                how, since = "drifts early", f", with no growth since {start} that can be told from noise"
+            verdict = f"{how}: {ratio:.1f} times the KL of the first {first} tokens in the last bin{since}"
         elif intervals[-1][1] < intervals[0][0]:
             verdict = f"drifts less late than early ({ratio:.2f} times)"
         else:

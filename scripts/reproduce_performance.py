@@ -122,8 +122,9 @@ def main() -> None:
     if "bench" in steps:
         text, _ = run(["bench", "--json", "--quiet"])
         (args.output / "bench.json").write_text(text)
-        per_row = {k["name"]: k["ms_per_row"] for k in json.loads(text)["kernels"]}
-        delta = max(k["ratio_to_plain"] for k in json.loads(text)["delta"]["kernels"])
+        bench = json.loads(text)
+        per_row = {k["name"]: k["ms_per_row"] for k in bench["kernels"]}
+        delta = max(k["ratio_to_plain"] for k in bench["delta"]["kernels"])
         checks += [("the delta rule, times the plain recurrence", delta, 3)]
         checks += [("nvfp4/fp16@16, ms a row", per_row["scan nvfp4/fp16@16"], 3), ("fp8@1, ms a row", per_row["scan fp8@1"], 12)]
     if "testbed" in steps:
