@@ -5,9 +5,10 @@ needs none: flash attention aligns its diagonal to the last key. Elsewhere the c
 to itself causally, and the two are joined by their log-sum-exp, as in split-key decoding. Neither repeats keys or values
 per query head in memory.
 
-Equal batch rows of one call get equal bits: a block of a kernel belongs to one row, and no kernel adds with atomics. Where
-flash splits the keys (few queries), it adds the parts in their order; but into how many depends on the number of rows, so a
-call with 1 row and a call with 9 may differ. Only `_blockwise` rests on matrix products that promise nothing of the kind.
+Equal batch rows of one call get equal bits; the control's KL of exactly 0 rests on it. On a GPU a block of a kernel belongs
+to one row, and no kernel adds with atomics. Where flash splits the keys (few queries), it adds the parts in their order; but
+into how many depends on the number of rows, so a call with 1 row and a call with 9 may differ. Only `_blockwise` rests on
+matrix products that promise nothing of the kind. On a CPU every row is a call of its own: see `equal_rows`.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from .equal_rows import rows_alike
+
 NAME = "replayssm_chunked"
 
 
@@ -29,6 +32,9 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: f
     query: `[B, H, T, d]`; key: `[B, H_kv, S, d]`; value: `[B, H_kv, S, d_v]`; S >= T, and query head h reads key head
     h // (H / H_kv). scale: of the scores, usually d^-1/2. Returns `[B, H, T, d_v]`.
     """
+    if query.device.type == "cpu" and len(query) > 1:
+        rows = zip(*(rows_alike(x) for x in (query, key, value)), strict=True)
+        return torch.cat([chunked_causal_attention(*row, scale) for row in rows])
     width = value.shape[-1]
     query, key, value = _same_width(query, key, value)
     # NVIDIA only: what AMD's kernel means by causal when T < S is not checked. `False`: asked as causal, torch refuses T < S.

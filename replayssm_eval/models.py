@@ -103,8 +103,9 @@ def load(
         family_of(config.get_text_config())  # refuse before the weights are fetched
         tokenizer = AutoTokenizer.from_pretrained(location, **common)
         placement = {"device_map": device_map} if device_map else {}
+        # Hub kernels (the default from transformers 5.25 on) replace layers as a whole, past the functions that we replace.
         loaded: Any = auto_class(config).from_pretrained(
-            location, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **placement, **common
+            location, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, use_kernels=False, **placement, **common
         )
     except UsageError:
         raise

@@ -67,6 +67,32 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
 
 
 @torch.inference_mode()
+def check_equal_rows(model: Any, session: "Session", rows: Sequence[Row]) -> None:
+    """With fp32 states everywhere, rows that are equal in the run must have logits of equal bits: in a pass of many tokens and of one.
+
+    The control's KL of 0 rests on it, and matrix libraries do not promise it. Raises RunError where one breaks it.
+    """
+    twins = [(rows.index(row), i) for i, row in enumerate(rows) if rows.index(row) < i]
+    if not twins:
+        return
+    ids = _ids(model).expand(len(rows), -1)
+    head = model.get_output_embeddings()
+    session.start([Row(parse_scheme("fp32"))] * len(rows))
+    cache, position = new_cache(model), 0
+    for length in (ids.shape[1] - 1, 1):
+        logits = head(hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype))
+        position += length
+        for one, other in twins:
+            if not torch.equal(logits[one], logits[other]):
+                off = (logits[one].float() - logits[other].float()).abs().max().item()
+                raise RunError(
+                    f"start-up check: rows {one} and {other} hold equal fp32 states, but their logits differ by {off:.2g} in a pass of "
+                    f"{length} tokens: this machine gives equal rows other bits, and a control would not be 0; set MKL_CBWR=COMPATIBLE "
+                    "or OMP_NUM_THREADS=1, and report this"
+                )
+
+
+@torch.inference_mode()
 def rehearse(model: Any, session: "Session") -> None:
     """All rows read a few dozen tokens in two pieces: kernels are compiled, and compared with the torch scan in every layer.
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import Cache
 
 from .attention import without_dense_masks
+from .equal_rows import row_by_row
 from .families import family_of
 from .forward import base_model
-from .probe import probe_session, probe_unpatched, rehearse
+from .probe import check_equal_rows, probe_session, probe_unpatched, rehearse
 
 _GROUP_TENSORS = ("recurrence", "read", "changed", "zeroed", "k", "v", "beta", "log_decay")
 
@@ -295,6 +296,9 @@ def attach(
     unpatched = probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))
+        if len(set(rows)) < len(rows) and model.device.type == "cpu":  # a control
+            for owner, name, function in row_by_row(len(rows)):
+                _set_until_exit(stack, owner, name, function)
         for path, function in {**family.patches(session), "_replayssm_session": session}.items():
             *owners, name = path.split(".")
             _set_until_exit(stack, reduce(getattr, owners, module), name, function)
@@ -310,6 +314,7 @@ def attach(
         stack.callback(base_model(model).register_forward_hook(lambda *_: session._end_of_forward()).remove)
         if unpatched is not None:
             probe_session(model, session, unpatched)
+            check_equal_rows(model, session, rows)
             session.start(rows)
             if session.backend == "triton":
                 rehearse(model, session)

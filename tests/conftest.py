@@ -1,11 +1,17 @@
-"""Where there is no GPU, Triton kernels run in the interpreter. Must be decided before triton is imported."""
+"""What must be decided before torch and triton are imported; fixtures for all tests."""
 
 import os
 import sys
 
-import pytest
-import torch
+# Workers share the processors. Threads that wait must not hold one: 8 spinning threads of 2 workers on 2 cores take minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# Where there is no GPU, Triton kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

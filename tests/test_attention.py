@@ -64,12 +64,41 @@ def test_paths_that_a_kernel_may_leave_unused(path, tokens, keys, dtype) -> None
     assert_close_to_dense(got, q, k, v, 0.3)
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(1, 300), (64, 64), (20, 300), (7, 13)])
+@pytest.fixture(params=[1, 2, 3, 4, 8])
+def threads(request):
+    """Threads that torch works with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 300), (1, 7), (64, 64), (20, 300), (7, 13)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equal_rows_give_equal_bits(tokens, keys, dtype) -> None:
+def test_equal_rows_give_equal_bits(tokens, keys, dtype, threads) -> None:
     q, k, v = (x.repeat(5, 1, 1, 1) for x in inputs(tokens, keys, dtype, rows=1))
     out = chunked_causal_attention(q, k, v, 0.3)
     assert torch.equal(out, out[:1].expand_as(out))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU kernel gives a block to one row")
+@pytest.mark.parametrize("keys", [300, 7])
+def test_rows_of_a_cpu_are_equal_by_construction(keys, threads, monkeypatch) -> None:
+    """Every call of the kernel sees one row, at the same alignment and strides: it cannot tell equal rows apart."""
+    from replayssm_eval import attention
+
+    seen = []
+    original = attention._attend
+
+    def attend(*args):
+        seen.append([(len(x), x.data_ptr() % 64, x.stride()) for x in args[:3]])
+        return original(*args)
+
+    monkeypatch.setattr(attention, "_attend", attend)
+    q, k, v = (x.repeat(5, 1, 1, 1) for x in inputs(1, keys, torch.float32, rows=1, width=20))
+    chunked_causal_attention(q, k, v, 0.3)
+    assert len(seen) == 5
+    assert all(one == seen[0] for one in seen)
 
 
 class LargestAllocation(TorchDispatchMode):

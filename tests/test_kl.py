@@ -1,5 +1,6 @@
 """Whole runs on the shipped testbed: schema, exactness, repeatability, and one clear line for every failure."""
 
+import itertools
 import json
 import math
 from functools import partial
@@ -19,6 +20,12 @@ from replayssm_eval.models import Loaded, load
 
 SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
 TOKENS = 1100
+
+
+@pytest.fixture(autouse=True)
+def saved_after_every_chunk(monkeypatch):
+    """However slow the machine is: by itself, a run saves its state less often when saving takes long."""
+    monkeypatch.setattr(checkpoint, "_SHARE_OF_RUN", math.inf)
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +109,21 @@ def test_decoding_token_by_token_gives_the_same_curve(testbed, tmp_path) -> None
     for one, other in zip(scan["rows"][2:], decode["rows"][2:], strict=True):
         assert one["flushes"] == other["flushes"] > 0
         assert one["kl"] == pytest.approx(other["kl"], rel=0.02), one["scheme"]
+
+
+@pytest.mark.parametrize("engine", ["scan", "decode"])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])
+def test_the_control_is_exactly_zero_with_any_number_of_threads(testbed, tmp_path, threads, engine) -> None:
+    """Odd numbers of tokens: a part that a thread is dealt ends inside a row, and vectors end where nothing is aligned."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tokens, chunk = (333, 257) if engine == "scan" else (20, 7)
+        options = KlOptions(schemes=["nvfp4@16"], tokens=tokens, chunk_size=chunk, engine=engine)
+        result = run_kl(options, output=tmp_path / "out", loaded=testbed)
+    finally:
+        torch.set_num_threads(before)
+    assert result["control"]["kl_max"] == 0
 
 
 def test_shared_state_drifts_more_than_separate_copies(run) -> None:
@@ -330,7 +352,6 @@ def test_overwriting_waits_until_the_inputs_are_good(tmp_path) -> None:
 
 def test_a_state_saved_on_the_way_is_that_of_its_position(tmp_path, monkeypatch) -> None:
     """P4: after 512 of 640 tokens, the 8th chunk of 64 or the 4th of 128, what is saved is what a run cut at 512 holds."""
-    monkeypatch.setattr(checkpoint, "_SHARE_OF_RUN", math.inf)  # after every chunk
     monkeypatch.setattr(kl_module, "kl_figure", lambda *_: {"png": b"", "svg": b"<svg"})  # what takes longest
     run = partial(run_kl, schemes=["nvfp4@16"], tokens=640, loaded=tiny(nemotron_h("M-M*")))
 
@@ -351,6 +372,27 @@ def test_a_state_saved_on_the_way_is_that_of_its_position(tmp_path, monkeypatch)
     result = run(chunk_size=64, output=tmp_path / "64", resume=True)
     assert [row["flushes"] for row in result["rows"]] == [40, 40, 40]
     assert "| flushes of each layer | | | | 40 |" in (tmp_path / "64" / "report.md").read_text()
+
+
+def test_slow_saves_are_skipped_and_the_run_resumes_from_an_older_one(tmp_path, monkeypatch) -> None:
+    """With a clock that advances by a second at every look, a save that takes a second is followed by none for twenty."""
+    ticks = itertools.count()
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(checkpoint, "_SHARE_OF_RUN", 1 / 20)
+    run = partial(run_kl, schemes=["nvfp4@16"], tokens=640, chunk_size=64, loaded=tiny(nemotron_h("M-M*")))
+    seen = []
+
+    def kill(progress):
+        seen.append(progress.done)
+        if progress.done == 256:
+            raise KeyboardInterrupt
+
+    run(output=tmp_path / "out", progress=kill)
+    run(output=tmp_path / "out", resume=True, progress=lambda p: seen.append(p.done))
+    assert seen[4] == 128  # the first save is that after 64 tokens; the next three were skipped
+    assert seen[4:] == list(range(128, 641, 64))
+    run(output=tmp_path / "whole")
+    assert (tmp_path / "out" / "kl.parquet").read_bytes() == (tmp_path / "whole" / "kl.parquet").read_bytes()
 
 
 def test_titles_are_text_everywhere(tmp_path) -> None:
