@@ -8,8 +8,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 # Where there is no GPU, Triton kernels run in the interpreter.
 if not torch.cuda.is_available():
