@@ -11,11 +11,11 @@ __all__ = ["attach", "run_kl"]
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when they are used: the command line's --help should answer at once."""
     if name == "attach":
-        from .session import attach
+        from .inference.session import attach
 
         return attach
     if name == "run_kl":
-        from .kl import run_kl
+        from .kl.run import run_kl
 
         return run_kl
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

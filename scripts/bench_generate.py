@@ -17,9 +17,9 @@ from replayssm_emulation import parse_scheme
 from replayssm_kernels import Row
 
 from replayssm_eval import attach
-from replayssm_eval.decoding import decode
-from replayssm_eval.models import load
-from replayssm_eval.step_graphs import StepGraphs
+from replayssm_eval.inference.decoding import decode
+from replayssm_eval.inference.step_graphs import StepGraphs
+from replayssm_eval.models.loading import load
 
 
 def timed(call, device):

@@ -15,7 +15,10 @@ from pathlib import Path
 import torch
 from replayssm_emulation import get_format, quantize_with_noise, state_noise
 
-from replayssm_eval import kl, metrics, run_kl, session
+from replayssm_eval import run_kl
+from replayssm_eval.inference import session
+from replayssm_eval.kl import metrics
+from replayssm_eval.kl import run as kl
 
 
 def timed(module, name: str, totals: dict[str, float]) -> None:

@@ -19,9 +19,9 @@ from replayssm_kernels import Row
 from replayssm_tasks.progression import LENGTHS, LETTERS, documents
 
 from replayssm_eval import attach
-from replayssm_eval.forward import hidden_states, new_cache
-from replayssm_eval.lm_backend import document_of
-from replayssm_eval.models import load
+from replayssm_eval.accuracy.backend import document_of
+from replayssm_eval.inference.forward import hidden_states, new_cache
+from replayssm_eval.models.loading import load
 
 BATCH, CHUNK = 64, 1024
 

@@ -21,7 +21,9 @@ os.environ.pop("TRITON_INTERPRET", None)  # decides at import whether kernels ar
 import torch
 import triton
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row, scan, scan_triton
+from replayssm_kernels import Row
+from replayssm_kernels.torch_backend import plain as scan
+from replayssm_kernels.triton_backend import launch as scan_triton
 from triton.backends.compiler import GPUTarget
 
 SCHEMES = ("fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "mxfp4-sr/int8@16", "nvfp4-4over6@16", "fp16-rn@20")

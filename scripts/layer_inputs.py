@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm_eval import attach, session
-from replayssm_eval.corpus import load_books
-from replayssm_eval.models import load
+from replayssm_eval import attach
+from replayssm_eval.inference import session
+from replayssm_eval.kl.corpus import load_books
+from replayssm_eval.models.loading import load
 
 
 class Layer(NamedTuple):

@@ -99,7 +99,7 @@ def peers() -> dict[str, Any]:
     import torch
     from transformers import DynamicCache
 
-    from replayssm_eval.models import load
+    from replayssm_eval.models.loading import load
 
     model = load(MODEL, random_weights=True, device="cuda").model
     found = products(model, ROWS)
@@ -147,7 +147,7 @@ def main() -> None:
                 f"reading took {reading / found['matmul_floor_s']:.1f} times its products, decoding would take {decoding / reading:.0f} times as long"
             )
     if "delta" in steps:
-        from replayssm_eval.models import load
+        from replayssm_eval.models.loading import load
 
         result = kl(args.output, DELTA_MODEL, ["--random-weights", "--model", DELTA_MODEL, "--chunk-size", "4096"], FEW_SCHEMES)
         floor = products(load(DELTA_MODEL, random_weights=True, device="cuda").model, len(FEW_SCHEMES) + 2)

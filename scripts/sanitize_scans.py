@@ -18,7 +18,7 @@ import torch
 from replayssm_emulation import parse_scheme
 from replayssm_kernels import Row, compile_only, replay_scan
 
-from replayssm_eval.bench import RULES
+from replayssm_eval.bench.run import RULES
 
 SCHEMES = ("fp32", "fp16@1", "fp8@1", "nvfp4@16", "nvfp4/fp16@16", "fp8/fp16@16+cast=chained", "mxfp4-sr/int8@20")
 HEADS = ((64, 128), (80, 48), (10, 12))  # d_v, d_k

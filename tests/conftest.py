@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def main(monkeypatch, capsys):
     """The command in this process: quicker, and patches reach it."""
-    from replayssm_eval import cli
+    from replayssm_eval.cli import main as cli
 
     def call(*args):
         monkeypatch.setattr(sys, "argv", ["replayssm-eval", *map(str, args)])

@@ -10,7 +10,7 @@ import torch
 from replayssm_emulation import Scheme, UsageError
 
 if TYPE_CHECKING:
-    from .scan import Row
+    from .torch_backend.plain import Row
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -31,7 +31,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     if wanted == "auto":
         if not (installed and capable):
             return "torch"
-        from .scan_triton import specialisation
+        from .triton_backend.launch import specialisation
 
         # The widest heads: what runs on these runs on all.
         return "triton" if all(specialisation(scheme, 256, 256) for scheme in schemes) else "torch"
@@ -47,7 +47,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
 
 def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int) -> None:
     """Raises UsageError naming the first scheme that the Triton kernels cannot run on heads of [d_v, d_k]."""
-    from .scan_triton import specialisation
+    from .triton_backend.launch import specialisation
 
     for row in rows:
         if specialisation(row.scheme, d_v, d_k) is None:
@@ -56,7 +56,7 @@ def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int) -> None:
 
 def compile_only() -> AbstractContextManager[None]:
     """A block in which Triton scans compute nothing but compile, side by side, what they would run; outputs are NaN."""
-    from .scan_triton import compile_only
+    from .triton_backend.launch import compile_only
 
     return compile_only()
 
@@ -64,6 +64,6 @@ def compile_only() -> AbstractContextManager[None]:
 def compiled_kernels() -> int:
     """Scan kernels that this process has asked for so far, each compiled once: two for a schedule's windows, one for single
     tokens, times the casts in use. Neither the length, the number of rows nor the layer adds any."""
-    from .scan_triton import VARIANTS
+    from .triton_backend.launch import VARIANTS
 
     return len(VARIANTS)

@@ -1,0 +1,1 @@
+"""The replay scan as Triton kernels, for NVIDIA GPUs."""

@@ -1,0 +1,1 @@
+"""The command `accuracy`: answers of every arm, by lm-eval."""

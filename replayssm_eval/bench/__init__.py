@@ -1,0 +1,1 @@
+"""The command `bench`: the kernels beside their floor and their peers."""

@@ -1,0 +1,1 @@
+"""A Hugging Face model with schemes inside it."""

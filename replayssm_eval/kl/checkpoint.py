@@ -1,0 +1,162 @@
+"""An unfinished KL run on disk: the metrics of every finished chunk, and the model's state to go on from.
+
+parts/00000-00002048.npz   metrics of document 0, tokens [2048, ...), written after every chunk
+parts/state.safetensors    all states and caches after the newest chunk, replaced after every chunk (less often when
+                           writing takes long: at most a twentieth of the run)
+"""
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from replayssm_emulation import UsageError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+
+from ..inference.kv_cache import KeysAndStateWithRoom, KeysWithRoom
+from ..inference.session import Session
+from ..results.files import write_atomic
+from .metrics import TokenMetrics
+from .series import METRICS
+
+_SHARE_OF_RUN = 1 / 20
+_KNOWN = (KeysWithRoom, LinearAttentionLayer, KeysAndStateWithRoom, DummyLayer)
+
+
+class Checkpoint:
+    """The `parts` folder of one run. fingerprint: changes with anything that changes a number."""
+
+    def __init__(self, folder: Path, fingerprint: str, tokens: int):
+        self.folder, self.fingerprint, self.tokens = folder, fingerprint, tokens
+        self._state = folder / "state.safetensors"
+        self._next_save = 0.0
+        self.manifest: list[dict[str, Any]] = []  # of the newest chunk that was loaded
+
+    def save_chunk(self, document: int, position: int, metrics: TokenMetrics, manifest: list[dict[str, Any]]) -> None:
+        """Keep the metrics of the chunk that starts at `position`, and what was seen of the state layers after it."""
+        sink = io.BytesIO()
+        arrays: dict[str, Any] = {name: getattr(metrics, name) for name in METRICS}
+        np.savez(sink, fingerprint=np.array(self.fingerprint), manifest=np.array(json.dumps(manifest)), **arrays)
+        write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
+
+    def save_state(self, document: int, position: int, session: Session, cache: DynamicCache) -> None:
+        """Keep everything that the next chunk starts from, unless the last save is too recent for its cost.
+
+        Caches of other kinds hold more than is kept here: their documents are then begun anew.
+        """
+        started = time.monotonic()
+        if started < self._next_save or type(cache) is not DynamicCache or not all(type(layer) in _KNOWN for layer in cache.layers):
+            return
+        tensors, meta = session.export()
+        for index, layer in enumerate(cache.layers):
+            for name, tensor in _cache_tensors(layer).items():
+                tensors[f"cache.{index}.{name}"] = tensor
+        meta |= {"fingerprint": self.fingerprint, "document": document, "position": position}
+        data = save({k: _on_host(t) for k, t in tensors.items()}, metadata={"run": json.dumps(meta)})
+        write_atomic(self._state, data)
+        now = time.monotonic()
+        self._next_save = now + (now - started) / _SHARE_OF_RUN
+
+    def load_chunks(self) -> list[list[TokenMetrics]]:
+        """Per document, the finished chunks that can be gone on from: whole documents, and one up to the saved state.
+
+        Raises UsageError for parts of a run with other options.
+        """
+        found: dict[int, dict[int, TokenMetrics]] = {}
+        for path in sorted(self.folder.glob("*.npz")):
+            with _refusing_damage(path), np.load(path, allow_pickle=False) as part:
+                self._check(str(part["fingerprint"]), path)
+                document, position = (int(n) for n in path.stem.split("-"))
+                self.manifest = json.loads(str(part["manifest"]))
+                found.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in METRICS))
+        where = self._saved_at()
+        documents: list[list[TokenMetrics]] = []
+        while len(documents) in found:
+            chunks = found[len(documents)]
+            covered, saved = _covered(chunks), where[1] if where and where[0] == len(documents) else 0
+            stop = self.tokens if covered >= self.tokens else saved if covered >= saved else 0
+            documents.append([chunks[p] for p in sorted(chunks) if p < stop])
+            if stop < self.tokens:
+                break
+        return documents
+
+    def load_state(self, session: Session, cache: DynamicCache, devices: dict[int, Any]) -> None:
+        """Put back what `save_state` kept, into an attached session and an empty cache; devices: of each layer."""
+        with safe_open(str(self._state), framework="pt") as file:
+            meta = json.loads(file.metadata()["run"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            session.restore({k: t for k, t in tensors.items() if k.startswith("state.")}, meta)
+            for index in range(len(cache.layers)):
+                mine = {k.split(".")[2]: t for k, t in tensors.items() if k.startswith(f"cache.{index}.")}
+                stored = {name: tensor.to(devices[index]) for name, tensor in mine.items()}
+                if "keys" in stored:
+                    cache.update(stored["keys"], stored["values"], index)
+                if "conv" in stored:
+                    cache.update_conv_state(stored["conv"], index)
+                if "recurrent" in stored:
+                    cache.update_recurrent_state(stored["recurrent"], layer_idx=index)
+
+    def remove(self) -> None:
+        """Delete our parts: the run is complete, or starts anew."""
+        for path in [*self.folder.glob("*.npz"), self._state]:
+            path.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _saved_at(self) -> tuple[int, int] | None:
+        if not self._state.exists():
+            return None
+        with _refusing_damage(self._state), safe_open(str(self._state), framework="pt") as file:
+            meta = json.loads(file.metadata()["run"])
+        self._check(meta["fingerprint"], self._state)
+        return meta["document"], meta["position"]
+
+    def _check(self, fingerprint: str, path: Path) -> None:
+        if fingerprint != self.fingerprint:
+            raise UsageError(f"{path} belongs to a run with other options: pass --overwrite, or the options of that run")
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory; of keys with room behind them a copy row by row, where a GPU would first make another of all rows."""
+    if tensor.is_contiguous():
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for place, row in zip(host, tensor, strict=True):
+        place.copy_(row)
+    return host
+
+
+@contextmanager
+def _refusing_damage(path: Path) -> Iterator[None]:
+    """A cut or foreign file is one clear line, never half a run."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, EOFError, KeyError, ValueError, TypeError, BadZipFile, SafetensorError) as error:
+        raise UsageError(f"{path} is damaged ({type(error).__name__}): delete it, or pass --overwrite") from None
+
+
+def _covered(chunks: dict[int, TokenMetrics]) -> int:
+    """Tokens covered without a gap from 0 on."""
+    position = 0
+    while position in chunks:
+        position += chunks[position].kl.shape[1]
+    return position
+
+
+def _cache_tensors(layer: Any) -> dict[str, Any]:
+    """What a transformers cache layer holds: keys and values of attention, conv and recurrent state of a state layer."""
+    tensors = {"keys": getattr(layer, "keys", None), "values": getattr(layer, "values", None)}
+    tensors["conv"] = getattr(layer, "conv_states", {}).get(0)
+    tensors["recurrent"] = getattr(layer, "recurrent_states", {}).get(0)
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.numel()}

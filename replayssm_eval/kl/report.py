@@ -1,0 +1,92 @@
+"""Reports of finished runs: jinja2 templates, in which HTML is escaped."""
+
+from pathlib import Path
+from typing import Any
+
+from .figure import label, thousands
+
+
+def random_note(result: dict[str, Any]) -> str:
+    """A mark for every output of a run whose weights are random."""
+    return " (random weights: says nothing about accuracy)" if result["model"].get("random_weights") else ""
+
+
+def growth(row: dict[str, Any]) -> float | None:
+    """Mean KL of the last position bin over that of the first."""
+    first, last = row["kl_mean"][0], row["kl_mean"][-1]
+    return last / first if first and last is not None and len(row["kl_mean"]) > 1 else None
+
+
+def reading(result: dict[str, Any]) -> list[str]:
+    """Plain sentences about what the curves say; none claims more than its interval."""
+    lines = []
+    for row in result["rows"]:
+        if row["role"] == "scheme" and row["flushes"] == 0:
+            lines.append(f"{label(row)} was never rounded: its window is longer than the text.")
+    if len(result["bins"]) < 2:
+        return [*lines, "The run is too short to show a trend: it has one position bin."]
+    for row in result["rows"]:
+        intervals = row["kl_ci95"]
+        if row["role"] != "scheme" or row["kl_mean"][0] is None or intervals[0] is None or intervals[-1] is None:
+            continue
+        ratio = growth(row)
+        if ratio is None:
+            continue
+        first = thousands(result["bins"][0][1] - result["bins"][0][0])
+        if intervals[-1][0] > intervals[0][1]:
+            how, since = "drifts further the longer the text", ""
+            if (level := _level_from(intervals)) is not None:
+                start = thousands(result["bins"][level][0] - result["bins"][0][0])
+                how, since = "drifts early", f", with no growth since {start} that can be told from noise"
+            verdict = f"{how}: {ratio:.1f} times the KL of the first {first} tokens in the last bin{since}"
+        elif intervals[-1][1] < intervals[0][0]:
+            verdict = f"drifts less late than early ({ratio:.2f} times)"
+        else:
+            verdict = f"shows no change with length that can be told from noise ({ratio:.2f} times)"
+        lines.append(f"{label(row)} {verdict}.")
+    return lines
+
+
+def _level_from(intervals: list[list[float] | None]) -> int | None:
+    """The first bin from which on none lies below the last one's interval, if those are three bins or more: two doublings."""
+    last = intervals[-1]
+    assert last is not None
+    below = [i for i, ci in enumerate(intervals) if ci is None or ci[1] < last[0]]
+    level = below[-1] + 1 if below else 0
+    return level if len(intervals) - level >= 3 else None
+
+
+def _environment(escape: bool) -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([Path(__file__).parents[1] / room / "templates" for room in ("kl", "quartiles")]),
+        autoescape=escape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["number"] = number
+    environment.filters["thousands"] = thousands
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
+    environment.globals.update(label=label, growth=growth, random_note=random_note)
+    return environment
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure for a table: `digits` significant digits, a dash for nothing."""
+    return "–" if value is None else "0" if value == 0 else f"{value:.{digits}g}"
+
+
+def kl_markdown(result: dict[str, Any]) -> str:
+    """report.md of a KL run."""
+    return _environment(escape=False).get_template("kl.md").render(result=result, reading=reading(result))
+
+
+def kl_html(result: dict[str, Any], svg: str) -> str:
+    """report.html of a KL run: one file, figure inside. `svg` is our own drawing; everything else is escaped."""
+    import markupsafe
+
+    picture = markupsafe.Markup(svg[svg.index("<svg") :])
+    return _environment(escape=True).get_template("kl.html").render(result=result, reading=reading(result), picture=picture)

@@ -1,0 +1,1 @@
+"""The command `quartiles`: accuracy by answer length, from sample logs."""

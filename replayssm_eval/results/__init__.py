@@ -1,0 +1,1 @@
+"""What a run writes: files, provenance, figures, pages, progress."""
