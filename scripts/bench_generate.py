@@ -14,7 +14,7 @@ import time
 
 import torch
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row
+from replayssm_kernels import BatchRow
 
 from replayssm_eval import attach
 from replayssm_eval.inference.decoding import decode
@@ -46,7 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     loaded = load(args.model, random_weights=args.random_weights, device=args.device)
     model, device = loaded.model, loaded.model.device
-    ids = torch.randint(1, model.config.vocab_size, (args.batch, args.prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        1, model.config.vocab_size, (args.batch, args.prompt), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     rows: list[dict] = []
     captured: list[int] = []
@@ -66,7 +68,15 @@ def main() -> None:
         generate(min(args.tokens, 2 * window + 1))  # compiles
         out, seconds = timed(lambda: generate(args.tokens), device)
         rate = args.batch * args.tokens / seconds
-        rows.append({"way": way, "scheme": scheme, "seconds": round(seconds, 3), "tokens_per_s": round(rate, 1), "graphs": len(captured)})
+        rows.append(
+            {
+                "way": way,
+                "scheme": scheme,
+                "seconds": round(seconds, 3),
+                "tokens_per_s": round(rate, 1),
+                "graphs": len(captured),
+            }
+        )
         captured.clear()
         print(f"{way:12} {scheme:16} {rate:10.0f} tokens/s", file=sys.stderr, flush=True)
         return out[:, args.prompt :]
@@ -74,11 +84,14 @@ def main() -> None:
     with torch.inference_mode():
         try:
             measure("transformers", "-")
-        except (AttributeError, ValueError) as error:  # classes without attention layers cannot ask their cache for its length
+        except (
+            AttributeError,
+            ValueError,
+        ) as error:  # classes without attention layers cannot ask their cache for its length
             print(f"transformers cannot: {error}", file=sys.stderr)
         for text in args.scheme or ["fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1"]:
             scheme = parse_scheme(text)
-            seeded = [Row(scheme, document=n, prompt=args.prompt) for n in range(args.batch)]
+            seeded = [BatchRow(scheme, document=n, prompt=args.prompt) for n in range(args.batch)]
             with attach(model, seeded, backend=args.backend) as session:
                 begin = {
                     "prepare": lambda session=session, seeded=seeded: session.start(seeded),

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import torch
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row
+from replayssm_kernels import BatchRow
 from replayssm_tasks.progression import LENGTHS, LETTERS, documents
 
 from replayssm_eval import attach
@@ -36,7 +36,7 @@ def missed(loaded, found, scheme) -> list[int]:
         prompt = len(loaded.tokenizer(part[0]["prompt"])["input_ids"])  # all prompts are as long
         longest = max(map(len, ids))
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=loaded.model.device)
-        rows = [Row(scheme, document=document_of(row[:prompt]), prompt=prompt) for row in ids]
+        rows = [BatchRow(scheme, document=document_of(row[:prompt]), prompt=prompt) for row in ids]
         with attach(loaded.model, rows, probe=first == 0):
             cache, said = new_cache(loaded.model, longest), []
             for at in range(0, longest, CHUNK):
@@ -56,13 +56,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="name or folder")
     parser.add_argument("--documents", type=int, default=400)
-    parser.add_argument("--letters", type=int, default=LETTERS, help="what the model was trained with (tiny-answers: 12)")
+    parser.add_argument(
+        "--letters", type=int, default=LETTERS, help="what the model was trained with (tiny-answers: 12)"
+    )
     parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the longest answer")
     parser.add_argument("--scheme", action="append", help="default: nvfp4@16, nvfp4/fp16@16, nvfp4@1")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     loaded = load(args.model, device=args.device)
-    found = sorted(documents(args.documents, lengths=(LENGTHS[0], args.longest), letters=args.letters), key=lambda d: d["length"])
+    found = sorted(
+        documents(args.documents, lengths=(LENGTHS[0], args.longest), letters=args.letters), key=lambda d: d["length"]
+    )
     quarters = np.array_split(np.arange(len(found)), 4)
     median = np.median([found[n]["length"] for n in quarters[3]])
     print(f"{'':16} {'all':>6}" + "".join(f"{_span(found, q):>11}" for q in quarters) + "   symbols missed")

@@ -37,7 +37,9 @@ def crossing(nearest: np.ndarray, stochastic: np.ndarray) -> int | None:
     return int(edges[last_better + 1])
 
 
-def check(kl: dict[str, np.ndarray], very_early: dict[str, list[float]], rule: str = "plain") -> list[tuple[str, float, bool]]:
+def check(
+    kl: dict[str, np.ndarray], very_early: dict[str, list[float]], rule: str = "plain"
+) -> list[tuple[str, float, bool]]:
     """(condition, measured value, holds) of one book.
 
     kl: per-token KL of the long run by scheme. very_early: mean KL of the first 256 tokens by scheme, one per seed.
@@ -58,7 +60,10 @@ def check(kl: dict[str, np.ndarray], very_early: dict[str, list[float]], rule: s
         (f"{NEAREST} / {STOCHASTIC} late >= {worse}", late[NEAREST] / late[STOCHASTIC], worse, True),
     ]
     control = float(kl["control"].max())
-    return [("control is exactly 0", control, control == 0), *((name, r, r >= at if up else r <= at) for name, r, at, up in ratios)]
+    return [
+        ("control is exactly 0", control, control == 0),
+        *((name, r, r >= at if up else r <= at) for name, r, at, up in ratios),
+    ]
 
 
 def read(run: Path) -> pd.DataFrame:
@@ -72,7 +77,9 @@ def read(run: Path) -> pd.DataFrame:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="one run or more per book, at least one of them of 131,072 tokens")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="one run or more per book, at least one of them of 131,072 tokens"
+    )
     parser.add_argument("--delta", action="store_true", help="limits of a testbed with the delta rule")
     args = parser.parse_args()
     table = pd.concat([read(run) for run in args.runs])
@@ -89,7 +96,9 @@ def main() -> None:
         for condition, value, holds in check(kl, very_early, "delta" if args.delta else "plain"):
             failed |= not holds
             print(f"  {'ok  ' if holds else 'FAIL'} {condition:65} {value:.4g}")
-        print(f"       the curves of {NEAREST} and {STOCHASTIC} cross at about {crossing(kl[NEAREST], kl[STOCHASTIC])} tokens")
+        print(
+            f"       the curves of {NEAREST} and {STOCHASTIC} cross at about {crossing(kl[NEAREST], kl[STOCHASTIC])} tokens"
+        )
     sys.exit(failed)
 
 

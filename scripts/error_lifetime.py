@@ -20,7 +20,9 @@ def half_lives(layer: Layer, erasing: bool) -> list[float]:
     """Tokens of each head until half of a random error's norm is left, infinite if more is left at the end."""
     start = len(layer.v) // 2
     heads, d_k = layer.k.shape[1:]
-    errors = torch.randn(heads, ERRORS, d_k, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(layer.k.device)
+    errors = torch.randn(heads, ERRORS, d_k, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
+        layer.k.device
+    )
     decay = layer.log_decay.exp().view(len(layer.v), heads, 1, -1)
     full, lives = errors.norm(dim=(1, 2)), torch.full((heads,), torch.inf, dtype=torch.float64)
     for t in range(start, len(layer.v)):
@@ -45,7 +47,10 @@ def main() -> None:
     print("tokens until half of an error is left, by head")
     for index, layer in layer_inputs(args.model, args.tokens, args.backend).items():
         for what, erasing in (("decay alone", False), ("and erased", True))[: 1 + layer.delta]:
-            print(f"layer {index:2}  {what:12}" + "".join(f"{n:9.0f}" for n in sorted(half_lives(layer, erasing))), flush=True)
+            print(
+                f"layer {index:2}  {what:12}" + "".join(f"{n:9.0f}" for n in sorted(half_lives(layer, erasing))),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

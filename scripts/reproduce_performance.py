@@ -47,7 +47,9 @@ def kl(folder: Path, name: str, arguments: list[str], schemes: list[str], tokens
     """kl.json of a run, kept without its per-token files, and what it cost."""
     run_folder = folder / name
     flags = [flag for scheme in schemes for flag in ("--scheme", scheme)]
-    _, seconds = run(["kl", *arguments, "--tokens", str(tokens), *flags, "--output", str(run_folder), "--overwrite", "--quiet"])
+    _, seconds = run(
+        ["kl", *arguments, "--tokens", str(tokens), *flags, "--output", str(run_folder), "--overwrite", "--quiet"]
+    )
     result = json.loads((run_folder / "kl.json").read_text())
     result["provenance"]["wall_s"] = round(seconds, 1)
     result["provenance"]["command"] = result["provenance"]["command"].replace(str(folder), "OUT")
@@ -126,10 +128,16 @@ def main() -> None:
         per_row = {k["name"]: k["ms_per_row"] for k in bench["kernels"]}
         delta = max(k["ratio_to_plain"] for k in bench["delta"]["kernels"])
         checks += [("the delta rule, times the plain recurrence", delta, 3)]
-        checks += [("nvfp4/fp16@16, ms a row", per_row["scan nvfp4/fp16@16"], 3), ("fp8@1, ms a row", per_row["scan fp8@1"], 12)]
+        checks += [
+            ("nvfp4/fp16@16, ms a row", per_row["scan nvfp4/fp16@16"], 3),
+            ("fp8@1, ms a row", per_row["scan fp8@1"], 12),
+        ]
     if "testbed" in steps:
         result = kl(args.output, "tiny-mamba2", ["--model", "tiny-mamba2", "--chunk-size", "8192"], TESTBED_SCHEMES)
-        checks += [("testbed, s after start-up", result["provenance"]["reading_s"], 20), ("its control", result["control"]["kl_max"], 0)]
+        checks += [
+            ("testbed, s after start-up", result["provenance"]["reading_s"], 20),
+            ("its control", result["control"]["kl_max"], 0),
+        ]
     if "model" in steps:
         result = kl(args.output, MODEL, ["--random-weights", "--model", MODEL, "--chunk-size", "4096"], MODEL_SCHEMES)
         made = result["provenance"]
@@ -149,10 +157,15 @@ def main() -> None:
     if "delta" in steps:
         from replayssm_eval.models.loading import load
 
-        result = kl(args.output, DELTA_MODEL, ["--random-weights", "--model", DELTA_MODEL, "--chunk-size", "4096"], FEW_SCHEMES)
+        result = kl(
+            args.output, DELTA_MODEL, ["--random-weights", "--model", DELTA_MODEL, "--chunk-size", "4096"], FEW_SCHEMES
+        )
         floor = products(load(DELTA_MODEL, random_weights=True, device="cuda").model, len(FEW_SCHEMES) + 2)
         (args.output / f"{DELTA_MODEL}-floor.json").write_text(json.dumps(floor, indent=1))
-        print(f"reading took {result['provenance']['reading_s'] / floor['matmul_floor_s']:.1f} times its products", json.dumps(floor))
+        print(
+            f"reading took {result['provenance']['reading_s'] / floor['matmul_floor_s']:.1f} times its products",
+            json.dumps(floor),
+        )
         checks += [(f"control of {DELTA_MODEL}", result["control"]["kl_max"], 0)]
     if "large" in steps:
         import torch

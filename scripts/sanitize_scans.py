@@ -16,7 +16,7 @@ import sys
 
 import torch
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row, compile_only, replay_scan
+from replayssm_kernels import BatchRow, compile_only, replay_scan
 
 from replayssm_eval.bench.run import RULES
 
@@ -28,7 +28,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 
 def scan_all(device: str, backend: str) -> list[tuple[str, torch.Tensor]]:
     """Outputs of all schemes in one batch, for every recurrence and size of head."""
-    rows = [Row(parse_scheme(scheme), seed=1, document=n) for n, scheme in enumerate(SCHEMES)]
+    rows = [BatchRow(parse_scheme(scheme), seed=1, document=n) for n, scheme in enumerate(SCHEMES)]
     found = []
     for rule, (d_v, d_k) in itertools.product(RULES, HEADS):
         g = torch.Generator().manual_seed(0)
@@ -68,7 +68,10 @@ def main() -> None:
         once = [sys.executable, __file__, "--device", args.device, "--backend", args.backend]
         # From torch's own pool, an access past a tensor's end mostly hits another tensor, and memory of the past counts as written.
         alone = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        failed |= subprocess.run([program, "--tool", tool, "--error-exitcode", "1", *once], env=alone, check=False).returncode != 0
+        failed |= (
+            subprocess.run([program, "--tool", tool, "--error-exitcode", "1", *once], env=alone, check=False).returncode
+            != 0
+        )
     sys.exit(failed)
 
 

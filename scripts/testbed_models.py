@@ -258,7 +258,12 @@ class UnitLowerInverse(torch.autograd.Function):
         inverse = lower.new_ones(*lower.shape[:-1], 1, 1)  # of all diagonal blocks [..., blocks, size, size]
         size = 1
         while size < n:
-            pairs = lower.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+            pairs = (
+                lower.unflatten(-2, (-1, 2 * size))
+                .unflatten(-1, (-1, 2 * size))
+                .diagonal(dim1=-4, dim2=-2)
+                .movedim(-1, -3)
+            )
             top, bottom = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
             corner = -(bottom @ pairs[..., size:, :size] @ top)
             inverse = torch.cat([F.pad(top, (0, size)), torch.cat([corner, bottom], dim=-1)], dim=-2)

@@ -31,7 +31,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from replayssm_tasks.progression import LENGTHS, LETTERS, training_text
-from testbed_models import KINDS, PATTERN, build_model, half_lives, set_long_memory, set_rare_writes, use_training_functions
+from testbed_models import (
+    KINDS,
+    PATTERN,
+    build_model,
+    half_lives,
+    set_long_memory,
+    set_rare_writes,
+    use_training_functions,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
@@ -68,7 +76,9 @@ def train_tokenizer(texts, vocab_size):
         show_progress=False,
     )
     tokenizer.train_from_iterator((line for text in texts for line in text.splitlines(keepends=True)), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
 
 
 class Rows(IterableDataset):
@@ -119,15 +129,23 @@ def main():
     source.add_argument("--corpus", help="folder of .txt / .txt.gz books")
     source.add_argument("--pg19", type=int, metavar="BOOKS", help="stream this many books of PG-19 instead")
     parser.add_argument("--output", required=True, help="folder for weights, tokenizer and training.json")
-    parser.add_argument("--kind", choices=KINDS, default="mamba2", help="state layers and class: NemotronH, Qwen3.5 text or Kimi-Linear")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="mamba2", help="state layers and class: NemotronH, Qwen3.5 text or Kimi-Linear"
+    )
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--context", type=int, default=16384, help="tokens per training sequence")
     parser.add_argument("--batch", type=int, default=6)
-    parser.add_argument("--pattern", help="layers: M state, * attention, - MLP (mamba2 only); by default MM-MM*MM- or MMMM*MM")
+    parser.add_argument(
+        "--pattern", help="layers: M state, * attention, - MLP (mamba2 only); by default MM-MM*MM- or MMMM*MM"
+    )
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression")
+    parser.add_argument(
+        "--task-share", type=float, default=0.0, help="of the rows, how many are documents of replayssm_progression"
+    )
     parser.add_argument("--longest", type=int, default=LENGTHS[1], help="characters of the longest answer")
-    parser.add_argument("--letters", type=int, default=LETTERS, help="of the task's tables: how much has to be remembered")
+    parser.add_argument(
+        "--letters", type=int, default=LETTERS, help="of the task's tables: how much has to be remembered"
+    )
     parser.add_argument("--workers", type=int, default=4, help="processes that make batches")
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--lr", type=float, default=4e-3)
@@ -139,7 +157,9 @@ def main():
         default=math.inf,
         help="stop after the step that ends past this, counted from the end of step 0, which compiles; the rate has then fallen to its end",
     )
-    parser.add_argument("--half-beta", action="store_true", help="gdn, kda: start all heads with β near 1/2, which hardly remembers")
+    parser.add_argument(
+        "--half-beta", action="store_true", help="gdn, kda: start all heads with β near 1/2, which hardly remembers"
+    )
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     args.pattern = args.pattern or PATTERN[args.kind]
@@ -232,7 +252,10 @@ def main():
                     line["missed"] = round(of_task.item(), 6)  # share of the answers' symbols
                 log.append(line)
                 if step % 100 == 0 or last:
-                    print(f"step {step} loss {smoothed:.3f} missed {line.get('missed', '-')} {line['seconds']} s", flush=True)
+                    print(
+                        f"step {step} loss {smoothed:.3f} missed {line.get('missed', '-')} {line['seconds']} s",
+                        flush=True,
+                    )
             if last:
                 break
     except KeyboardInterrupt:

@@ -79,7 +79,12 @@ class Format:
         if self.element is None:
             return 32.0
         blocks = -(-d_k // (self.block or d_k)) * d_v
-        scale_bits = {"none": 0, "amax": 32 * (1 if self.per_head else blocks), "e8m0": 8 * blocks, "nvfp4": 8 * blocks + 32}
+        scale_bits = {
+            "none": 0,
+            "amax": 32 * (1 if self.per_head else blocks),
+            "e8m0": 8 * blocks,
+            "nvfp4": 8 * blocks + 32,
+        }
         return self.element.bits + scale_bits[self.scale] / (d_v * d_k)
 
 
@@ -100,7 +105,13 @@ def _named() -> dict[str, Format]:
         Format("mxfp4", E2M1, "OCP MXFP4 (E2M1), block 32, E8M0 scale", "e8m0", 32),
         Format("nvfp4", E2M1, "E2M1, block 16, E4M3 block scale, fp32 scale per head", "nvfp4", 16),
         Format(
-            "nvfp4-4over6", E2M1, "nvfp4; a block may map its amax to 4 instead of 6", "nvfp4", 16, four_over_six="mse", scale_max=256.0
+            "nvfp4-4over6",
+            E2M1,
+            "nvfp4; a block may map its amax to 4 instead of 6",
+            "nvfp4",
+            16,
+            four_over_six="mse",
+            scale_max=256.0,
         ),
     ]
     return {f.name: f for f in formats}
@@ -127,7 +138,12 @@ def get_format(name: str) -> Format:
         if variant == "unscaled" and isinstance(found.element, Minifloat):
             return replace(found, name=name, scale="none", summary=f"{kind}, bare cast without a scale")
         if variant[:1] == "b" and variant[1:].isascii() and variant[1:].isdigit() and variant[1] != "0":
-            return replace(found, name=name, block=int(variant[1:]), summary=f"{kind}, fp32 scale per {variant[1:]} elements of a row")
+            return replace(
+                found,
+                name=name,
+                block=int(variant[1:]),
+                summary=f"{kind}, fp32 scale per {variant[1:]} elements of a row",
+            )
     if found and found.scale == "e8m0" and variant in ("even", "rceil"):
         return replace(found, name=name, scale_rule=variant, summary=f"{found.summary} ({variant} rule)")
     raise UsageError(f"unknown format {name!r}: use one of {', '.join(FORMATS)} (see `replayssm-eval formats`)")

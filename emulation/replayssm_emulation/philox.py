@@ -61,8 +61,12 @@ def state_noise(
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"seed {seed} is not in [0, 2^64)")
     least, most = (int(document.min()), int(document.max())) if isinstance(document, Tensor) else (document, document)
-    if not (0 <= layer < 1 << 15 and first_head >= 0 and first_head + heads <= 1 << 16 and least >= 0 and most < 1 << 32):
-        raise UsageError(f"noise key out of range: document {least}..{most}, layer {layer}, heads {first_head}..{first_head + heads}")
+    if not (
+        0 <= layer < 1 << 15 and first_head >= 0 and first_head + heads <= 1 << 16 and least >= 0 and most < 1 << 32
+    ):
+        raise UsageError(
+            f"noise key out of range: document {least}..{most}, layer {layer}, heads {first_head}..{first_head + heads}"
+        )
     device = positions.device
     quads = -(-d_k // 4)
     element = torch.arange(d_v * quads, device=device)

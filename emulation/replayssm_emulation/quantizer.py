@@ -48,7 +48,9 @@ def quantize(
         shape = (1,) * max(0, 3 - x.ndim) + tuple(x.shape)
         where = torch.tensor([position], device=x.device)
         heads, d_v, d_k = shape[-3:]
-        noise = state_noise(seed, document=document, layer=layer, heads=heads, copy=copy, positions=where, d_v=d_v, d_k=d_k)
+        noise = state_noise(
+            seed, document=document, layer=layer, heads=heads, copy=copy, positions=where, d_v=d_v, d_k=d_k
+        )
         noise = noise.view(shape[-min(3, x.ndim) :] if x.ndim < 3 else (heads, d_v, d_k))
     return quantize_with_noise(x, format, noise, noise_bits)
 

@@ -47,7 +47,9 @@ def cast_copy(state: Tensor, copy: Copy, which: int, position: int, key: NoiseKe
     if copy.rounding == "stochastic":
         heads, d_v, d_k = state.shape
         where = torch.tensor([position], device=state.device)
-        noise = state_noise(key.seed, document=key.document, layer=key.layer, heads=heads, copy=which, positions=where, d_v=d_v, d_k=d_k)[0]
+        noise = state_noise(
+            key.seed, document=key.document, layer=key.layer, heads=heads, copy=which, positions=where, d_v=d_v, d_k=d_k
+        )[0]
     return quantize_with_noise(state.float(), copy.format, noise, noise_bits).to(state.dtype)
 
 
@@ -88,7 +90,9 @@ def _begin(q, k, v, beta, log_decay, scheme, flushes, delta, state, prompt, key)
     """
     tokens, heads, d_k = q.shape
     if k.shape != q.shape or v.shape[:2] != (tokens, heads) or beta.shape != (tokens, heads):
-        raise UsageError(f"shapes do not agree: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, beta {tuple(beta.shape)}")
+        raise UsageError(
+            f"shapes do not agree: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, beta {tuple(beta.shape)}"
+        )
     if log_decay.shape not in ((tokens, heads), (tokens, heads, d_k)):
         raise UsageError(f"log_decay has shape {tuple(log_decay.shape)}: use [T, H] or [T, H, d_k]")
     k, v = round_records(k, scheme, prompt), round_records(v, scheme, prompt)
@@ -141,7 +145,9 @@ def recurrence_steps(
     return trace
 
 
-def _solve(copy: Tensor, keys: Tensor, overlap: Tensor | None, v: Tensor, beta: Tensor, known: Tensor | None = None) -> Tensor:
+def _solve(
+    copy: Tensor, keys: Tensor, overlap: Tensor | None, v: Tensor, beta: Tensor, known: Tensor | None = None
+) -> Tensor:
     """u `[H, L, d_v]` of a window that starts from `copy` (step 2 below); overlap None is the plain recurrence.
 
     known: u of all but the last token, when they were stored.

@@ -57,7 +57,11 @@ def round_to_quantum(x: Tensor, quantum: Tensor, noise: Tensor | None, noise_bit
 
 
 def round_elements(
-    x: Tensor, element: Minifloat | Integer, noise: Tensor | None = None, noise_bits: int = 32, scale_exponent: Tensor | None = None
+    x: Tensor,
+    element: Minifloat | Integer,
+    noise: Tensor | None = None,
+    noise_bits: int = 32,
+    scale_exponent: Tensor | None = None,
 ) -> Tensor:
     """fp32 `x` rounded to `element`'s grid times 2**scale_exponent, saturated; returns fp32 of the same shape.
 

@@ -33,11 +33,23 @@ class Copy:
 
 # Option: (values, default, one line). No values: a number of random bits.
 OPTIONS: dict[str, tuple[tuple[str, ...], str | int, str]] = {
-    "records": (("model", "fp32", "bf16", "fp16"), "model", "format of the recorded v and k; `model` keeps what the model supplies"),
+    "records": (
+        ("model", "fp32", "bf16", "fp16"),
+        "model",
+        "format of the recorded v and k; `model` keeps what the model supplies",
+    ),
     "fold": (("exact", "stored"), "exact", "delta rule: a flush recomputes u from raw v (exact) or folds the stored u"),
-    "flush-reads": (("fold", "read"), "fold", "what the flushing token reads: the unrounded fold, or the read copy and the records"),
+    "flush-reads": (
+        ("fold", "read"),
+        "fold",
+        "what the flushing token reads: the unrounded fold, or the read copy and the records",
+    ),
     "handover": (("on", "off"), "on", "round the prompt's fp32 state into the copies once, at the end of the prompt"),
-    "cast": (("fold", "chained"), "fold", "the read copy is cast from the unrounded fold, or from the rounded recurrence copy"),
+    "cast": (
+        ("fold", "chained"),
+        "fold",
+        "the read copy is cast from the unrounded fold, or from the rounded recurrence copy",
+    ),
     "noise-bits": ((), 32, "random bits per stochastic rounding, 1 to 32 (13 mimics the hardware's fp16 conversion)"),
 }
 

@@ -10,7 +10,7 @@ import torch
 from replayssm_emulation import Scheme, UsageError
 
 if TYPE_CHECKING:
-    from .torch_backend.plain import Row
+    from .torch_backend.plain import BatchRow
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -45,7 +45,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     return "triton"
 
 
-def check_rows(rows: "Sequence[Row]", d_v: int, d_k: int) -> None:
+def check_rows(rows: "Sequence[BatchRow]", d_v: int, d_k: int) -> None:
     """Raises UsageError naming the first scheme that the Triton kernels cannot run on heads of [d_v, d_k]."""
     from .triton_backend.launch import specialisation
 

@@ -13,7 +13,7 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from replayssm_emulation import UsageError, parse_scheme
-from replayssm_kernels import Row
+from replayssm_kernels import BatchRow
 from replayssm_tasks import answer_text, reopen_thinking
 from torch import Tensor
 
@@ -53,7 +53,9 @@ class ReplayLM(HFLM):
         if not isinstance(pretrained, str):
             raise UsageError("replayssm takes the name of a model, not a model")
         if str(kwargs.get("batch_size", 1)).startswith("auto"):
-            raise UsageError("replayssm needs a batch size: the state of every row is kept beside the model, which lm-eval cannot size")
+            raise UsageError(
+                "replayssm needs a batch size: the state of every row is kept beside the model, which lm-eval cannot size"
+            )
         if unsupported := {name for name in _UNSUPPORTED if kwargs.get(name)}:
             raise UsageError(f"replayssm does not take {', '.join(sorted(unsupported))}")
         self.scheme, self.noise_seed = parse_scheme(scheme), int(noise_seed)
@@ -120,7 +122,7 @@ class ReplayLM(HFLM):
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         # Requests are padded on the right with zeros, which no earlier logit sees.
         texts = [row[: max((i + 1 for i, token in enumerate(row) if token), default=0)] for row in inps.tolist()]
-        self.session.start([Row(self.scheme, self.noise_seed, document_of(text)) for text in texts])
+        self.session.start([BatchRow(self.scheme, self.noise_seed, document_of(text)) for text in texts])
         return super()._model_call(inps, attn_mask, labels)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
@@ -130,7 +132,7 @@ class ReplayLM(HFLM):
         documents = [document_of(prompt) for prompt in prompts]
         self.session.start(
             [
-                Row(self.scheme, self.noise_seed, document, prompt=context.shape[1], padding=pad)
+                BatchRow(self.scheme, self.noise_seed, document, prompt=context.shape[1], padding=pad)
                 for document, pad in zip(documents, padding, strict=True)
             ]
         )

@@ -19,7 +19,11 @@ from ..models.loading import Loaded, load, location_of, weights_digest
 from ..results.files import check_output, code_digest, jsonable, write_atomic
 
 DEFAULT_SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
-TESTBED, TESTBED_TASKS, TESTBED_LIMIT = "tiny-answers", ("progression",), 64  # a model and what it was trained to answer
+TESTBED, TESTBED_TASKS, TESTBED_LIMIT = (
+    "tiny-answers",
+    ("progression",),
+    64,
+)  # a model and what it was trained to answer
 REFERENCE, CONTROL = "reference", "control"
 
 
@@ -83,7 +87,11 @@ class Arm:
 def arms_of(options: AccuracyOptions) -> list[Arm]:
     """Reference, control, schemes."""
     fp32, batch = parse_scheme("fp32"), options.batch_size
-    return [Arm(REFERENCE, fp32, batch), Arm(CONTROL, fp32, max(1, batch // 2)), *(Arm(str(s), s, batch) for s in options.parsed())]
+    return [
+        Arm(REFERENCE, fp32, batch),
+        Arm(CONTROL, fp32, max(1, batch // 2)),
+        *(Arm(str(s), s, batch) for s in options.parsed()),
+    ]
 
 
 def run_accuracy(
@@ -105,7 +113,11 @@ def run_accuracy(
     tasks = _tasks(options)
     _check_lengths(options, tasks)
     loaded = loaded or load(
-        options.model, dtype=options.dtype, device=options.device, revision=options.revision, trust_remote_code=options.trust_remote_code
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
     )
     for arm in arms:
         _answer(arm, options, tasks, output / arm.folder, loaded, overwrite and not resume, say)
@@ -131,7 +143,9 @@ def _tasks(options: AccuracyOptions) -> dict[str, Any]:
         if options.task_data:
             unknown = set(options.task_data) - set(tasks)
             if unknown:
-                raise UsageError(f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; use --include-path")
+                raise UsageError(
+                    f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; use --include-path"
+                )
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_path=options.include_path)
@@ -139,7 +153,9 @@ def _tasks(options: AccuracyOptions) -> dict[str, Any]:
             try:
                 found = manager.load(name)
             except KeyError:
-                raise UsageError(f"unknown task {name!r}: neither of this package ({', '.join(NAMES)}) nor of lm-eval") from None
+                raise UsageError(
+                    f"unknown task {name!r}: neither of this package ({', '.join(NAMES)}) nor of lm-eval"
+                ) from None
             tasks |= _flat(found)
     return tasks
 
@@ -173,7 +189,13 @@ def _check_lengths(options: AccuracyOptions, tasks: Mapping[str, Any]) -> None:
 
 
 def _answer(
-    arm: Arm, options: AccuracyOptions, tasks: Mapping[str, Any], folder: Path, loaded: Loaded, anew: bool, say: Callable[[str], None]
+    arm: Arm,
+    options: AccuracyOptions,
+    tasks: Mapping[str, Any],
+    folder: Path,
+    loaded: Loaded,
+    anew: bool,
+    say: Callable[[str], None],
 ) -> None:
     """All documents of an arm that its files do not hold yet, block by block."""
     import replayssm_tasks
@@ -194,12 +216,16 @@ def _answer(
         for path in (*folder.glob("samples_*.jsonl"), kept):
             path.unlink(missing_ok=True)
     if kept.exists() and json.loads(kept.read_text(encoding="utf-8")) != json.loads(json.dumps(settings)):
-        raise UsageError(f"{folder} holds answers of other options, weights, documents or code: pass --overwrite or another --output")
+        raise UsageError(
+            f"{folder} holds answers of other options, weights, documents or code: pass --overwrite or another --output"
+        )
     write_atomic(kept, json.dumps(settings, indent=1) + "\n")
     rows = {name: _rows(folder / f"samples_{name}.jsonl") for name in tasks}
     todo = {
         name: [
-            i for i in range(min(options.limit or len(task.eval_docs), len(task.eval_docs))) if i not in {r["doc_id"] for r in rows[name]}
+            i
+            for i in range(min(options.limit or len(task.eval_docs), len(task.eval_docs)))
+            if i not in {r["doc_id"] for r in rows[name]}
         ]
         for name, task in tasks.items()
     }
@@ -222,7 +248,10 @@ def _answer(
                 block = indices[start : start + options.batch_size]
                 rows[name] += _evaluate(lm, tasks[name], name, block, options)
                 rows[name].sort(key=lambda row: (row["doc_id"], str(row["filter"])))
-                write_atomic(folder / f"samples_{name}.jsonl", "".join(json.dumps(jsonable(row), default=str) + "\n" for row in rows[name]))
+                write_atomic(
+                    folder / f"samples_{name}.jsonl",
+                    "".join(json.dumps(jsonable(row), default=str) + "\n" for row in rows[name]),
+                )
                 say(f"{arm.name}: {name} {start + len(block)}/{len(indices)}")
     finally:
         lm.close()

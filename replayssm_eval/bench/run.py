@@ -15,12 +15,22 @@ from typing import Any
 
 import torch
 from replayssm_emulation import Scheme, UsageError, parse_scheme
-from replayssm_kernels import BACKENDS, Row, choose_backend, compile_only, replay_scan
+from replayssm_kernels import BACKENDS, BatchRow, choose_backend, compile_only, replay_scan
 
 from ..kl.metrics import compare_logits
 from ..results.files import provenance
 
-DEFAULT_SCHEMES = ("fp32", "fp16@16", "fp8@16", "nvfp4@16", "nvfp4-rn@16", "nvfp4/fp16@16", "fp32@1", "fp8@1", "nvfp4@1")
+DEFAULT_SCHEMES = (
+    "fp32",
+    "fp16@16",
+    "fp8@16",
+    "nvfp4@16",
+    "nvfp4-rn@16",
+    "nvfp4/fp16@16",
+    "fp32@1",
+    "fp8@1",
+    "nvfp4@1",
+)
 DELTA_SCHEMES = ("fp32", "fp32@1", "nvfp4@16", "nvfp4/fp16@16", "fp8@1")
 RULES = ("plain", "gdn", "kda")  # the recurrence without and with the delta rule, of one decay a head and one a channel
 VOCABULARY = 131072
@@ -50,7 +60,9 @@ class Shape:
             if len(rest) > 1 or min(heads, d_v, d_k, groups) < 1 or heads % groups:
                 raise ValueError
         except ValueError:
-            raise UsageError(f"--shape {text}: use HEADSxD_VxD_K, e.g. 128x64x128, or with groups 128x64x128x8") from None
+            raise UsageError(
+                f"--shape {text}: use HEADSxD_VxD_K, e.g. 128x64x128, or with groups 128x64x128x8"
+            ) from None
         return cls(heads, d_v, d_k, groups)
 
     def __str__(self) -> str:
@@ -96,13 +108,17 @@ def run_bench(
         ceilings = _ceilings(clock)
         inputs = _inputs(layer, tokens, rows, where)
         measured = []
-        for batch in [[scheme] * rows for scheme in parsed] + ([parsed * (rows // len(parsed) + 1)] if len(parsed) > 1 else []):
+        for batch in [[scheme] * rows for scheme in parsed] + (
+            [parsed * (rows // len(parsed) + 1)] if len(parsed) > 1 else []
+        ):
             batch = batch[:rows]
             name = str(batch[0]) if len(set(batch)) == 1 else "mixed: " + ", ".join(str(s) for s in batch)
             say(name)
-            seeded = [Row(scheme, seed) for seed, scheme in enumerate(batch)]
+            seeded = [BatchRow(scheme, seed) for seed, scheme in enumerate(batch)]
             seconds = clock.median(partial(replay_scan, *inputs, seeded, None, layer=0, backend=chosen))
-            measured.append(_entry(f"scan {name}", seconds, rows, tokens, *_scan_work(layer, batch, tokens, inputs), ceilings))
+            measured.append(
+                _entry(f"scan {name}", seconds, rows, tokens, *_scan_work(layer, batch, tokens, inputs), ceilings)
+            )
         say("logits")
         measured.append(_logits(clock, rows, chosen, ceilings))
         say("peers")
@@ -133,7 +149,7 @@ def _scan_all(layer: Shape, delta_layer: Shape, schemes: Sequence[Scheme], rows:
         inputs = _inputs(shape, 64, rows, device)
         inputs = inputs if rule == "plain" else _delta_inputs(inputs, rule == "kda")
         for scheme in wanted:
-            replay_scan(*inputs, [Row(scheme)] * rows, None, layer=0, delta=rule != "plain", backend="triton")
+            replay_scan(*inputs, [BatchRow(scheme)] * rows, None, layer=0, delta=rule != "plain", backend="triton")
 
 
 class _Clock:
@@ -216,14 +232,18 @@ def _delta_inputs(inputs: Inputs, channels: bool) -> Inputs:
     return q * k.shape[3] ** -0.5, k, v, 10 * beta, decay
 
 
-def _scan_work(layer: Shape, schemes: Sequence[Scheme], tokens: int, inputs: Inputs, rule: str = "plain") -> tuple[float, float, float]:
+def _scan_work(
+    layer: Shape, schemes: Sequence[Scheme], tokens: int, inputs: Inputs, rule: str = "plain"
+) -> tuple[float, float, float]:
     """(bytes, product FLOPs, element-wise operations) that one call cannot do without."""
     state = layer.heads * layer.d_v * layer.d_k
     traffic = sum(x.numel() * x.element_size() for x in inputs) + 4 * inputs[2].numel() + 16 * state * len(schemes)
     flops = operations = 0.0
     for scheme in schemes:
         if scheme.window == 1:
-            operations += tokens * (4 if rule == "plain" else 5) * state  # decay, write, read; the delta rule reads twice
+            operations += (
+                tokens * (4 if rule == "plain" else 5) * state
+            )  # decay, write, read; the delta rule reads twice
         else:
             within = min(scheme.window, 16)
             # Every copy predicts the values of the delta rule; keys meet keys as well as queries, of every head where each decays.
@@ -234,14 +254,29 @@ def _scan_work(layer: Shape, schemes: Sequence[Scheme], tokens: int, inputs: Inp
         # With single tokens the read copy is made once, at the end.
         for copy in (scheme.recurrence, scheme.read if scheme.window > 1 else None):
             if copy is not None and copy.lossy:
-                operations += tokens / scheme.window * state * (_CAST_OPERATIONS + _NOISE_OPERATIONS * (copy.rounding == "stochastic"))
+                operations += (
+                    tokens
+                    / scheme.window
+                    * state
+                    * (_CAST_OPERATIONS + _NOISE_OPERATIONS * (copy.rounding == "stochastic"))
+                )
     return traffic, flops, operations
 
 
 def _entry(
-    name: str, seconds: float, rows: int, tokens: int, traffic: float, flops: float, operations: float, ceilings: dict[str, Any]
+    name: str,
+    seconds: float,
+    rows: int,
+    tokens: int,
+    traffic: float,
+    flops: float,
+    operations: float,
+    ceilings: dict[str, Any],
 ) -> dict[str, Any]:
-    parts: dict[str, float] = {"bytes": traffic / ceilings["copy_bytes_per_s"], "products": flops / ceilings["tf32_flops_per_s"]}
+    parts: dict[str, float] = {
+        "bytes": traffic / ceilings["copy_bytes_per_s"],
+        "products": flops / ceilings["tf32_flops_per_s"],
+    }
     if ceilings["instructions_per_s"]:
         parts["operations"] = operations / ceilings["instructions_per_s"]
     bound = max(parts, key=lambda part: parts[part])
@@ -289,11 +324,15 @@ def _delta(
         for place, name in enumerate(DELTA_SCHEMES):
             say(f"{rule} {name}")
             batch = [parse_scheme(name)] * rows
-            seeded = [Row(scheme, seed) for seed, scheme in enumerate(batch)]
-            seconds = clock.median(partial(replay_scan, *inputs, seeded, None, layer=0, delta=rule != "plain", backend=backend))
+            seeded = [BatchRow(scheme, seed) for seed, scheme in enumerate(batch)]
+            seconds = clock.median(
+                partial(replay_scan, *inputs, seeded, None, layer=0, delta=rule != "plain", backend=backend)
+            )
             work = _scan_work(layer, batch, tokens, inputs, rule)
             entry = _entry(f"{rule} {name}", seconds, rows, tokens, *work, ceilings)
-            measured.append({**entry, "ratio_to_plain": entry["ms"] / measured[place]["ms"] if rule != "plain" else 1.0})
+            measured.append(
+                {**entry, "ratio_to_plain": entry["ms"] / measured[place]["ms"] if rule != "plain" else 1.0}
+            )
         if rule != "plain" and clock.device.type == "cuda":
             module = {"gdn": "gated_delta_rule", "kda": "kda"}[rule]
             q, k, v, beta, decay = inputs
@@ -301,7 +340,9 @@ def _delta(
             wide = [x.to(v.dtype).repeat_interleave(layer.heads // layer.groups, dim=2) for x in (q, k)]
             for name in (f"chunk_{module}", f"fused_recurrent_{module}"):
 
-                def call(name: str = name, module: str = module, x: list = wide, rest: tuple = (v, beta.to(v.dtype), decay)) -> Any:
+                def call(
+                    name: str = name, module: str = module, x: list = wide, rest: tuple = (v, beta.to(v.dtype), decay)
+                ) -> Any:
                     function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
                     return function(*x, rest[0], g=rest[2], beta=rest[1], scale=1.0)
 
@@ -309,13 +350,17 @@ def _delta(
     return measured
 
 
-def _add_peer(found: list[dict[str, Any]], clock: _Clock, name: str, rows: int, tokens: int, call: Callable[[], Any]) -> None:
+def _add_peer(
+    found: list[dict[str, Any]], clock: _Clock, name: str, rows: int, tokens: int, call: Callable[[], Any]
+) -> None:
     try:
         seconds = clock.median(call)
     except (RuntimeError, ImportError, AttributeError, AssertionError, TypeError, ValueError) as error:
         found.append({"name": name, "error": " ".join(str(error).split())[:200]})
     else:
-        found.append({"name": name, "rows": rows, "tokens": tokens, "ms": 1e3 * seconds, "us_per_token": 1e6 * seconds / tokens})
+        found.append(
+            {"name": name, "rows": rows, "tokens": tokens, "ms": 1e3 * seconds, "us_per_token": 1e6 * seconds / tokens}
+        )
     if clock.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -326,7 +371,7 @@ def _peers(clock: _Clock, layer: Shape, inputs: Inputs, rows: int, tokens: int) 
     add = partial(_add_peer, found, clock)
     q, k, v, beta, decay = inputs
     few = min(tokens, 256)
-    as_rows = [Row(parse_scheme("fp32"))] * rows
+    as_rows = [BatchRow(parse_scheme("fp32"))] * rows
     start = (q[:, :few], k[:, :few], v[:, :few], beta[:, :few], decay[:, :few])
     add("torch scan, fp32@16", rows, few, lambda: replay_scan(*start, as_rows, None, layer=0, backend="torch"))
     modeling = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
@@ -347,7 +392,9 @@ def _peers(clock: _Clock, layer: Shape, inputs: Inputs, rows: int, tokens: int) 
         "transformers mamba2_selective_state_update, no rounding",
         rows,
         1,
-        lambda: modeling.mamba2_selective_state_update(state, v[:, 0], step, matrix, k[:, 0], q[:, 0], dt_softplus=False),
+        lambda: modeling.mamba2_selective_state_update(
+            state, v[:, 0], step, matrix, k[:, 0], q[:, 0], dt_softplus=False
+        ),
     )
     if clock.device.type == "cuda":
         share = layer.heads // layer.groups

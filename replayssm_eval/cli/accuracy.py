@@ -27,20 +27,34 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         scheme: Annotated[
-            list[str] | None, typer.Option(metavar="TEXT", help="How the state is stored; repeatable. Default: nvfp4@16, nvfp4/fp16@16.")
+            list[str] | None,
+            typer.Option(metavar="TEXT", help="How the state is stored; repeatable. Default: nvfp4@16, nvfp4/fp16@16."),
         ] = None,
-        limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all; 64 of tiny-answers' own task.")] = None,
+        limit: Annotated[
+            int | None, typer.Option(help="Documents of each task. Default: all; 64 of tiny-answers' own task.")
+        ] = None,
         task_data: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=PATH", help="Local file in place of a task's data set; repeatable.")
+            list[str] | None,
+            typer.Option(metavar="NAME=PATH", help="Local file in place of a task's data set; repeatable."),
         ] = None,
-        batch_size: Annotated[int, typer.Option(help="Sequences that are generated together; the control uses half of it.")] = 64,
+        batch_size: Annotated[
+            int, typer.Option(help="Sequences that are generated together; the control uses half of it.")
+        ] = 64,
         max_gen_toks: Annotated[int | None, typer.Option(help="Longest answer in tokens. Default: the task's.")] = None,
-        max_length: Annotated[int | None, typer.Option(help="Longest prompt and answer together. Default: the model's.")] = None,
-        gen_kwargs: Annotated[str | None, typer.Option(help="As lm-eval takes them, e.g. temperature=0.6,do_sample=true.")] = None,
-        apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Prompts as chat messages.")] = False,
+        max_length: Annotated[
+            int | None, typer.Option(help="Longest prompt and answer together. Default: the model's.")
+        ] = None,
+        gen_kwargs: Annotated[
+            str | None, typer.Option(help="As lm-eval takes them, e.g. temperature=0.6,do_sample=true.")
+        ] = None,
+        apply_chat_template: Annotated[
+            bool, typer.Option("--apply-chat-template", help="Prompts as chat messages.")
+        ] = False,
         num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt. Default: the task's.")] = None,
         include_path: Annotated[str | None, typer.Option(help="Folder with lm-eval task files of your own.")] = None,
-        think_end_token: Annotated[str | None, typer.Option(help="End of the thinking part, as text or token id.")] = None,
+        think_end_token: Annotated[
+            str | None, typer.Option(help="End of the thinking part, as text or token id.")
+        ] = None,
         seed: Annotated[int, typer.Option(help="Seed of the rounding noise.")] = 0,
         dtype: Annotated[str, typer.Option(help="Weights: auto, float32, bfloat16, float16.")] = "auto",
         device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -49,9 +63,13 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")
         ] = False,
         backend: Annotated[str, typer.Option(help="Of the state scan: auto, torch or triton.")] = "auto",
-        output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/accuracy-MODEL-TIME.")] = None,
+        output: Annotated[
+            Path | None, typer.Option(help="Folder for the results. Default: runs/accuracy-MODEL-TIME.")
+        ] = None,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
-        resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")] = False,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")
+        ] = False,
         config: Annotated[
             Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)
         ] = None,
@@ -73,7 +91,16 @@ def register(app: typer.Typer) -> None:
             from replayssm_emulation import UsageError
 
             raise UsageError("--resume needs --output: the folder of the run to go on with")
-        from ..accuracy.run import CONTROL, DEFAULT_SCHEMES, REFERENCE, TESTBED, TESTBED_LIMIT, TESTBED_TASKS, AccuracyOptions, run_accuracy
+        from ..accuracy.run import (
+            CONTROL,
+            DEFAULT_SCHEMES,
+            REFERENCE,
+            TESTBED,
+            TESTBED_LIMIT,
+            TESTBED_TASKS,
+            AccuracyOptions,
+            run_accuracy,
+        )
         from ..quartiles.run import run_quartiles
         from ..results.files import default_output
         from .quartiles import print_quartiles
@@ -108,7 +135,9 @@ def register(app: typer.Typer) -> None:
                 folder,
                 overwrite=overwrite,
                 resume=resume,
-                say=(lambda line: None) if quiet else (lambda line: print(f"replayssm-eval: {line}", file=sys.stderr, flush=True)),
+                say=(lambda line: None)
+                if quiet
+                else (lambda line: print(f"replayssm-eval: {line}", file=sys.stderr, flush=True)),
             )
         except KeyboardInterrupt:
             print("replayssm-eval: interrupted; finished batches are kept for --resume", file=sys.stderr)

@@ -58,7 +58,11 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
             raise UsageError(f"--config {path}: {key}: {value!r} is not a value of this option")
         # As text, a value goes through the same checks as on the command line.
         defaults[parameter.name] = (
-            [str(v) for v in (value if isinstance(value, list) else [value])] if several else value if flag else str(value)
+            [str(v) for v in (value if isinstance(value, list) else [value])]
+            if several
+            else value
+            if flag
+            else str(value)
         )
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
     return path
@@ -95,7 +99,12 @@ def formats(as_json: Json = False) -> None:
             ("NAME-even, NAME-rceil", "", "mx formats: other scale rules"),
         ]
     )
-    _listing("Formats (bits per element of a 64 x 128 head, scales included)", ("format", "bits", "what it is"), rows, as_json)
+    _listing(
+        "Formats (bits per element of a 64 x 128 head, scales included)",
+        ("format", "bits", "what it is"),
+        rows,
+        as_json,
+    )
 
 
 @app.command(epilog="Example: replayssm-eval schemes")
@@ -103,7 +112,9 @@ def schemes(as_json: Json = False) -> None:
     """Explain how a scheme is spelled; list its options and the presets."""
     from replayssm_emulation.scheme import OPTIONS, PRESETS, parse_scheme
 
-    rows = [(text, parse_scheme(text).describe()) for text in ("fp32", "nvfp4@16", "nvfp4-rn@16", "fp8@1", "nvfp4/fp16@16")]
+    rows = [
+        (text, parse_scheme(text).describe()) for text in ("fp32", "nvfp4@16", "nvfp4-rn@16", "fp8@1", "nvfp4/fp16@16")
+    ]
     rows += [(name, f"{summary} = {spelled}") for name, (spelled, summary) in PRESETS.items()]
     for option, (allowed, default, summary) in OPTIONS.items():
         values = "|".join(allowed) or "1..32"
@@ -116,7 +127,9 @@ def schemes(as_json: Json = False) -> None:
     )
 
 
-@app.command(epilog="Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 --tokens 16384 --output out")
+@app.command(
+    epilog="Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 --tokens 16384 --output out"
+)
 def kl(
     model: Annotated[str, typer.Option(help="Name (see `models`), hub id or local folder.")] = "tiny-mamba2",
     scheme: Annotated[
@@ -126,35 +139,54 @@ def kl(
             help="How the state is stored, e.g. nvfp4/fp16@16 (see `schemes`). Repeatable. Default: nvfp4-rn@16, nvfp4@16, fp8@16, nvfp4/fp16@16.",
         ),
     ] = None,
-    corpus: Annotated[str, typer.Option(help="builtin, pg19, or a .txt/.jsonl/.parquet file or a folder of them.")] = "builtin",
-    books: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Book by title or index; repeatable. Default: the first.")] = None,
+    corpus: Annotated[
+        str, typer.Option(help="builtin, pg19, or a .txt/.jsonl/.parquet file or a folder of them.")
+    ] = "builtin",
+    books: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Book by title or index; repeatable. Default: the first.")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of pg19.")] = "test",
-    text_key: Annotated[str | None, typer.Option(help="Key or column of the text, if it is not `text` or `book_text`.")] = None,
+    text_key: Annotated[
+        str | None, typer.Option(help="Key or column of the text, if it is not `text` or `book_text`.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of every book to read.")] = 16384,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens that run in full precision before decoding starts.")] = 0,
-    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass: memory and progress, not the result.")] = 2048,
+    chunk_size: Annotated[
+        int, typer.Option(help="Tokens per forward pass: memory and progress, not the result.")
+    ] = 2048,
     seed: Annotated[
-        list[int] | None, typer.Option(metavar="INTEGER", help="Seed of the rounding noise; repeatable, each is a row. Default 0.")
+        list[int] | None,
+        typer.Option(metavar="INTEGER", help="Seed of the rounding noise; repeatable, each is a row. Default 0."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Weights: auto, float32, bfloat16, float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="Spread the layers over devices (accelerate), e.g. auto.")] = None,
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the layers over devices (accelerate), e.g. auto.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")
+    ] = False,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="True shape, random weights: for cost and memory, never for accuracy.")
+        bool,
+        typer.Option("--random-weights", help="True shape, random weights: for cost and memory, never for accuracy."),
     ] = False,
     follow_hf_clamp: Annotated[
         bool, typer.Option("--follow-hf-clamp", help="Clamp Mamba-2's time step as transformers' prefill does.")
     ] = False,
     backend: Annotated[str, typer.Option(help="Of the state scan: auto, torch or triton.")] = "auto",
-    engine: Annotated[str, typer.Option(help="scan: a chunk at a time; decode: token by token, slowly, as generation does.")] = "scan",
+    engine: Annotated[
+        str, typer.Option(help="scan: a chunk at a time; decode: token by token, slowly, as generation does.")
+    ] = "scan",
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/kl-MODEL-TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run of the same options; start it if there is none.")
+        bool,
+        typer.Option("--resume", help="Go on with an interrupted run of the same options; start it if there is none."),
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -215,10 +247,12 @@ def kl(
 @app.command(epilog="Example: replayssm-eval bench --scheme nvfp4/fp16@16 --scheme fp8@1 --json")
 def bench(
     scheme: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Scheme to time; repeatable. Default: a selection, and all of it mixed.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Scheme to time; repeatable. Default: a selection, and all of it mixed."),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="State layer: HEADSxD_VxD_K[xGROUPS]. Default: 128x64x128x8 on a GPU, 8x64x64x8 on a CPU.")
+        str | None,
+        typer.Option(help="State layer: HEADSxD_VxD_K[xGROUPS]. Default: 128x64x128x8 on a GPU, 8x64x64x8 on a CPU."),
     ] = None,
     delta_shape: Annotated[
         str | None, typer.Option(help="Layer of the delta rule. Default: 32x128x128x16 on a GPU, 8x64x64x8 on a CPU.")
@@ -264,16 +298,25 @@ def bench(
     title = f"{result['shape']} (heads x d_v x d_k x groups), {result['tokens']} tokens, {result['rows']} rows, {result['dtype']}, {result['backend']} scan, {result['device']}"
     _listing(title, columns, [cells(k) for k in result["kernels"]], False)
     delta = [(*cells(k), f"{k['ratio_to_plain']:.3g}") for k in result["delta"]["kernels"]]
-    _listing(f"Delta rule beside the plain recurrence, {result['delta']['shape']}", (*columns, "to plain"), delta, False)
+    _listing(
+        f"Delta rule beside the plain recurrence, {result['delta']['shape']}", (*columns, "to plain"), delta, False
+    )
     peers = []
     for p in result["peers"]:
         measured = (f"{p['ms']:.3g}", f"{p['us_per_token']:.3g}") if "ms" in p else ("", p["error"])
         peers.append((p["name"], p.get("rows", ""), p.get("tokens", ""), *measured))
     _listing("Peers in the same run", ("peer", "rows", "tokens", "ms", "µs/token"), peers, False)
     rates = result["ceilings"]
-    parts = [f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s", f"TF32 {rates['tf32_flops_per_s'] / 1e12:.3g} TFLOP/s"]
+    parts = [
+        f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s",
+        f"TF32 {rates['tf32_flops_per_s'] / 1e12:.3g} TFLOP/s",
+    ]
     parts += [f"bf16 {rates['bf16_flops_per_s'] / 1e12:.3g} TFLOP/s"] if rates["bf16_flops_per_s"] else []
-    parts += [f"{rates['instructions_per_s'] / 1e12:.3g} T instructions/s (from the card's clock)"] if rates["instructions_per_s"] else []
+    parts += (
+        [f"{rates['instructions_per_s'] / 1e12:.3g} T instructions/s (from the card's clock)"]
+        if rates["instructions_per_s"]
+        else []
+    )
     print("measured here: " + ", ".join(parts))
 
 

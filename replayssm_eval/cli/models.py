@@ -24,11 +24,16 @@ def register(app: typer.Typer) -> None:
         from ..models.registry import REGISTRY
 
         shape = {True: "; --random-weights builds its true shape", False: ""}
-        rows = [(m.name, "in the package" if m.testbed else m.location, m.summary + shape[m.shape is not None]) for m in REGISTRY.values()]
+        rows = [
+            (m.name, "in the package" if m.testbed else m.location, m.summary + shape[m.shape is not None])
+            for m in REGISTRY.values()
+        ]
         _listing("Models", ("name", "location", "what it is"), rows, as_json)
 
     @models.command(epilog="Example: replayssm-eval models show nemotron-3-super")
-    def show(name: Annotated[str, typer.Argument(help="Name (see `models`), hub id or local folder.")], as_json: Json = False) -> None:
+    def show(
+        name: Annotated[str, typer.Argument(help="Name (see `models`), hub id or local folder.")], as_json: Json = False
+    ) -> None:
         """What a model keeps per sequence: states, records, copies, and the context from which its KV cache is larger."""
         from ..models.sizes import model_sizes
 
@@ -41,13 +46,18 @@ def register(app: typer.Typer) -> None:
             ("type", sizes["type"]),
             ("parameters", f"{sizes['parameters']:,}"),
             ("layers", f"{sizes['layers']}, {sizes['state_layers']} of them with a state"),
-            ("state of a layer", f"{sizes['heads']} heads x {sizes['d_v']} x {sizes['d_k']} (d_v x d_k), keys of {sizes['groups']} groups"),
+            (
+                "state of a layer",
+                f"{sizes['heads']} heads x {sizes['d_v']} x {sizes['d_k']} (d_v x d_k), keys of {sizes['groups']} groups",
+            ),
             ("state of a sequence", f"{sizes['state_bytes'] / mib:,.2f} MiB in fp32"),
             ("records of a token", f"{sizes['record_bytes_per_token']:,} bytes (inputs in 16 bits, gates in fp32)"),
             ("KV cache of a token", f"{sizes['kv_bytes_per_token']:,} bytes in bf16"),
             (
                 "crossover",
-                f"{sizes['crossover_tokens']:,} tokens: beyond, the KV cache is larger" if sizes["crossover_tokens"] else "no KV cache",
+                f"{sizes['crossover_tokens']:,} tokens: beyond, the KV cache is larger"
+                if sizes["crossover_tokens"]
+                else "no KV cache",
             ),
         ]
         if sizes["confirmed"]:

@@ -18,9 +18,14 @@ def register(app: typer.Typer) -> None:
     )
     def quartiles(
         reference: Annotated[
-            Path, typer.Argument(metavar="REFERENCE", help="lm-eval samples of the reference arm: a .jsonl or .json file, or a folder.")
+            Path,
+            typer.Argument(
+                metavar="REFERENCE", help="lm-eval samples of the reference arm: a .jsonl or .json file, or a folder."
+            ),
         ],
-        variant: Annotated[list[Path] | None, typer.Argument(metavar="VARIANT...", help="The same of the arms to compare with it.")] = None,
+        variant: Annotated[
+            list[Path] | None, typer.Argument(metavar="VARIANT...", help="The same of the arms to compare with it.")
+        ] = None,
         control: Annotated[
             list[str] | None,
             typer.Option(
@@ -29,17 +34,31 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         name: Annotated[
-            list[str] | None, typer.Option(metavar="TEXT", help="Name of an arm, once for each in order. Default: file and folder names.")
+            list[str] | None,
+            typer.Option(
+                metavar="TEXT", help="Name of an arm, once for each in order. Default: file and folder names."
+            ),
         ] = None,
         task: Annotated[
-            str | None, typer.Option(help="Task, when a folder has several; a pattern such as 'math_*' pools its tasks.")
+            str | None,
+            typer.Option(help="Task, when a folder has several; a pattern such as 'math_*' pools its tasks."),
         ] = None,
-        filter_name: Annotated[str | None, typer.Option("--filter", help="lm-eval filter, when the samples have several.")] = None,
-        metric: Annotated[str | None, typer.Option(help="Score of a sample. Default: exact_match, or the only one of 0 and 1.")] = None,
+        filter_name: Annotated[
+            str | None, typer.Option("--filter", help="lm-eval filter, when the samples have several.")
+        ] = None,
+        metric: Annotated[
+            str | None, typer.Option(help="Score of a sample. Default: exact_match, or the only one of 0 and 1.")
+        ] = None,
         bins: Annotated[int, typer.Option(help="Bins of the reference's answer length.")] = 4,
-        tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder: counts tokens where the samples record none.")] = None,
-        allow_cut: Annotated[bool, typer.Option("--allow-cut", help="Leave out a last line that is not whole.")] = False,
-        output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/quartiles-TASK-TIME.")] = None,
+        tokenizer: Annotated[
+            str | None, typer.Option(help="Hub id or folder: counts tokens where the samples record none.")
+        ] = None,
+        allow_cut: Annotated[
+            bool, typer.Option("--allow-cut", help="Leave out a last line that is not whole.")
+        ] = False,
+        output: Annotated[
+            Path | None, typer.Option(help="Folder for the results. Default: runs/quartiles-TASK-TIME.")
+        ] = None,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
         config: Annotated[
             Path | None, typer.Option(help="YAML file with any of these options.", is_eager=True, callback=_load_config)
@@ -86,7 +105,11 @@ def print_quartiles(result: dict[str, Any]) -> None:
     columns = quartile_report.COLUMNS
     half = columns.index("cut off")
     # On a narrow terminal 17 columns would be cut to pieces: the table comes in two halves.
-    parts = [range(len(columns))] if console.width >= _WIDE else [(*range(half), len(columns) - 1), (0, *range(half, len(columns) - 1))]
+    parts = (
+        [range(len(columns))]
+        if console.width >= _WIDE
+        else [(*range(half), len(columns) - 1), (0, *range(half, len(columns) - 1))]
+    )
     for variant in result["variants"]:
         for number, part in enumerate(parts):
             title = Text(quartile_report.title(result, variant)) if number == 0 else None

@@ -38,12 +38,20 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: f
     width = value.shape[-1]
     query, key, value = _same_width(query, key, value)
     # NVIDIA only: what AMD's kernel means by causal when T < S is not checked. `False`: asked as causal, torch refuses T < S.
-    if query.is_cuda and not torch.version.hip and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
+    if (
+        query.is_cuda
+        and not torch.version.hip
+        and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+    ):
         # Aligned to the last key since FlashAttention 2.1 (torch.nn.attention.bias relies on it); takes H_kv < H as it is.
-        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, query.shape[2] > 1, scale=scale)[0]
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, query.shape[2] > 1, scale=scale
+        )[0]
     else:
         folded = _folded(query, key, value)
-        fused = query.device.type == "cpu" or (query.is_cuda and can_use_efficient_attention(SDPAParams(*folded, None, 0.0, False, False)))
+        fused = query.device.type == "cpu" or (
+            query.is_cuda and can_use_efficient_attention(SDPAParams(*folded, None, 0.0, False, False))
+        )
         out = (_merged if fused else _blockwise)(*folded, scale)
         out = out.unflatten(0, (len(query), -1)).flatten(1, 2)
     return out[..., :width]
@@ -83,7 +91,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     """(output, log-sum-exp `[B, H, T]`); causal: only for S = T, where every kernel means the same by it."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scale
+    )
     return out, lse[..., : query.shape[2]]  # it comes padded to a multiple of 32
 
 
@@ -109,7 +119,9 @@ def _blockwise(query: Tensor, key: Tensor, value: Tensor, scale: float, block: i
     return (out / total).to(query.dtype)
 
 
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any):
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any
+):
     """The transformers attention interface: `[B, H, T, d]` in, `[B, T, H, d]` out; padding still needs its mask."""
     if attention_mask is None:
         out = chunked_causal_attention(query, key, value, scaling)
@@ -119,7 +131,9 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
             query = query.reshape(len(query), key.shape[1], -1, query.shape[3])
         else:
             key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling
+        )
         out = out.reshape(len(out), heads, tokens, -1)
     return out.transpose(1, 2).contiguous(), None
 
@@ -127,7 +141,9 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
 def _mask(**kwargs: Any) -> Tensor | None:
     """No mask unless there is padding, or another rule than causality; called by keyword, as `sdpa_mask` is."""
     padding = kwargs.get("attention_mask")
-    if kwargs.get("mask_function", causal_mask_function) is causal_mask_function and (padding is None or bool(padding.all())):
+    if kwargs.get("mask_function", causal_mask_function) is causal_mask_function and (
+        padding is None or bool(padding.all())
+    ):
         return None
     return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
 

@@ -94,7 +94,9 @@ def decode(
             model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
-def _replayed_steps(model: Any, session: Session, input_ids: Tensor, model_kwargs: dict[str, Any], room: int) -> StepGraphs | None:
+def _replayed_steps(
+    model: Any, session: Session, input_ids: Tensor, model_kwargs: dict[str, Any], room: int
+) -> StepGraphs | None:
     """The steps after a prompt, if they can be replayed."""
     seen = input_ids.shape[1]
     next_ids = torch.cat([input_ids, input_ids[:, :1]], dim=1)  # of any value: asked for positions only
@@ -113,7 +115,9 @@ def _move(steps: StepGraphs, keep: Tensor, every: int, model_kwargs: dict[str, A
     steps.cache.reorder_cache(keep)
     length = visible.shape[1] + 1
     if model_kwargs.get("attention_mask") is not None:
-        model_kwargs["attention_mask"] = torch.nn.functional.pad(visible, (0, 1), value=True).to(model_kwargs["attention_mask"].dtype)
+        model_kwargs["attention_mask"] = torch.nn.functional.pad(visible, (0, 1), value=True).to(
+            model_kwargs["attention_mask"].dtype
+        )
     if model_kwargs.get("position_ids") is not None:
         model_kwargs["position_ids"] = positions + torch.arange(1 - length, 1, device=positions.device)
     room = max(steps.room, visible.shape[1]) // every * every

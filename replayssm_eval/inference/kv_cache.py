@@ -25,7 +25,11 @@ class _Room:
         for index, (old, new) in enumerate(zip(held, (key_states, value_states), strict=True)):
             whole = self._wholes[index] if self._wholes else new[:0]
             # Rows that were picked or cut off by others are no longer ours.
-            ours = seen and (old.data_ptr(), old.shape, old.stride()) == (whole.data_ptr(), whole[:, :, :seen].shape, whole.stride())
+            ours = seen and (old.data_ptr(), old.shape, old.stride()) == (
+                whole.data_ptr(),
+                whole[:, :, :seen].shape,
+                whole.stride(),
+            )
             if not ours or stop > whole.shape[2]:
                 batch, heads, _, width = new.shape
                 whole = new.new_empty(batch, heads, max(self.room, stop), width)

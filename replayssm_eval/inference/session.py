@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Carry, Group, Row, choose_backend, replay_scan
+from replayssm_kernels import BatchRow, Carry, Group, choose_backend, replay_scan
 from torch import Tensor
 from transformers import Cache
 
@@ -25,11 +25,16 @@ _GROUP_TENSORS = ("recurrence", "read", "changed", "zeroed", "k", "v", "beta", "
 class Session:
     """What `attach` yields: the rows, the state of every layer, and what was seen of both.
 
-    rows: one `Row` per batch row. layers: index of every state layer. tokens: tokens that the states have seen.
+    rows: one `BatchRow` per batch row. layers: index of every state layer. tokens: tokens that the states have seen.
     """
 
     def __init__(
-        self, rows: Sequence[Row], mixers: dict[int, Any], follow_hf_clamp: bool = False, backend: str = "torch", delta: bool = False
+        self,
+        rows: Sequence[BatchRow],
+        mixers: dict[int, Any],
+        follow_hf_clamp: bool = False,
+        backend: str = "torch",
+        delta: bool = False,
     ):
         self.rows = list(rows)
         self.layers = list(mixers)
@@ -65,7 +70,9 @@ class Session:
         """Raises RunError unless every state layer was rounded `due[row]` times, and every lossy copy really changed."""
         for layer, counted in self.flushes.items():
             if counted != list(due):
-                raise RunError(f"state layer {layer} was rounded {counted} times at token {self.tokens}, where {list(due)} was due")
+                raise RunError(
+                    f"state layer {layer} was rounded {counted} times at token {self.tokens}, where {list(due)} was due"
+                )
             for row, changed in enumerate(self._carries[layer].by_row("changed")):
                 scheme = self.rows[row].scheme
                 for copy, times in zip((scheme.recurrence, scheme.read), changed, strict=True):
@@ -74,7 +81,9 @@ class Session:
                             f"state layer {layer}: {due[row]} roundings to {copy.format.name} ({scheme}) changed nothing: the emulation did not run"
                         )
 
-    def scan(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scan(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The recurrence of the layer that is running; shapes as in `replay_scan`.
 
         state: what the HF cache holds for this layer. None starts a sequence; otherwise it must be the token that the
@@ -94,7 +103,9 @@ class Session:
         else:
             carry = self._carries.get(layer)
             if carry is None or not self._is_next(state, layer, carry):
-                raise RunError(f"layer {layer}: the cache belongs to another sequence than the attached state; start with a new cache")
+                raise RunError(
+                    f"layer {layer}: the cache belongs to another sequence than the attached state; start with a new cache"
+                )
         self._inputs[layer] = {
             "heads": v.shape[2],
             "d_v": v.shape[3],
@@ -102,20 +113,30 @@ class Session:
             "dtypes": (v.dtype, k.dtype, beta.dtype, log_decay.dtype),
         }
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, log_decay)):
-            raise UsageError("schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()")
-        o, carry = replay_scan(q, k, v, beta, log_decay, self.rows, carry, layer=layer, delta=self.delta, backend=self.backend)
+            raise UsageError(
+                "schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()"
+            )
+        o, carry = replay_scan(
+            q, k, v, beta, log_decay, self.rows, carry, layer=layer, delta=self.delta, backend=self.backend
+        )
         if self._twins is not None:
             twin = self._twins.get(layer)
-            expected, self._twins[layer] = replay_scan(q, k, v, beta, log_decay, self.rows, twin, layer=layer, delta=self.delta)
+            expected, self._twins[layer] = replay_scan(
+                q, k, v, beta, log_decay, self.rows, twin, layer=layer, delta=self.delta
+            )
             self._compare_scans(o, expected)
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
         if held != {torch.float32}:
-            raise RunError(f"layer {layer}: the emulated state is held in {held}, not float32: the reference would be rounded too")
+            raise RunError(
+                f"layer {layer}: the emulated state is held in {held}, not float32: the reference would be rounded too"
+            )
         self._carries[layer] = carry
         self._scanned.append(layer)
         self._finite[layer] = torch.isfinite(o.flatten(1).sum(1))  # one pass: anything not finite makes the sum so
         if state is None:
-            token = torch.tensor([self._serials[layer], 0], dtype=torch.float32, device=v.device).repeat(len(self.rows), 1)
+            token = torch.tensor([self._serials[layer], 0], dtype=torch.float32, device=v.device).repeat(
+                len(self.rows), 1
+            )
         else:
             token = state.clone()
         token[:, 1] += v.shape[1]
@@ -168,8 +189,20 @@ class Session:
             groups = []
             device = next(self._mixers[layer].parameters()).device
             for g, facts_of_group in enumerate(saved["groups"]):
-                recurrence, read, changed, zeroed, *records = (tensors[f"state.{layer}.{g}.{name}"].to(device) for name in _GROUP_TENSORS)
-                groups.append(Group(facts_of_group["rows"], recurrence, read, tuple(records), changed, zeroed, facts_of_group["flushes"]))
+                recurrence, read, changed, zeroed, *records = (
+                    tensors[f"state.{layer}.{g}.{name}"].to(device) for name in _GROUP_TENSORS
+                )
+                groups.append(
+                    Group(
+                        facts_of_group["rows"],
+                        recurrence,
+                        read,
+                        tuple(records),
+                        changed,
+                        zeroed,
+                        facts_of_group["flushes"],
+                    )
+                )
             self._carries[layer] = Carry(saved["position"], groups)
             self._serials[layer] = saved["serial"]
             self._next_serial = max(self._next_serial, saved["serial"])
@@ -181,7 +214,9 @@ class Session:
             if layer not in self._carries:
                 continue
             seen = self._inputs[layer]
-            state_dtypes = {str(t.dtype).removeprefix("torch.") for g in self._carries[layer].groups for t in (g.recurrence, g.read)}
+            state_dtypes = {
+                str(t.dtype).removeprefix("torch.") for g in self._carries[layer].groups for t in (g.recurrence, g.read)
+            }
             v, k, beta, decay = (str(d).removeprefix("torch.") for d in seen["dtypes"])
             entry = {
                 "layer": layer,
@@ -193,7 +228,9 @@ class Session:
                 "records": {"v": v, "k": k, "beta": beta, "log_decay": decay},
             }
             layers = [] if cache is None else cache.layers
-            conv = layers[layer].conv_states[0] if layer < len(layers) and hasattr(layers[layer], "conv_states") else None
+            conv = (
+                layers[layer].conv_states[0] if layer < len(layers) and hasattr(layers[layer], "conv_states") else None
+            )
             if conv is not None:
                 entry["conv_state"] = str(conv.dtype).removeprefix("torch.")
             entries.append(entry)
@@ -209,16 +246,20 @@ class Session:
         scanned, self._scanned, self._layer = self._scanned, [], None
         if sorted(scanned) != self.layers:
             missing = sorted(set(self.layers) - set(scanned)) or scanned
-            raise RunError(f"state hook did not run exactly once in layers {missing}: another kernel bypasses the recurrence functions")
+            raise RunError(
+                f"state hook did not run exactly once in layers {missing}: another kernel bypasses the recurrence functions"
+            )
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Batch row i goes on as row rows[i] was; rows may be left out, or repeated (beams: their noise is then the same)."""
         self.rows = [self.rows[i] for i in rows]
         for carry in self._carries.values():
             carry.reorder(rows)
-        self._finite = {layer: finite[torch.tensor(rows, device=finite.device)] for layer, finite in self._finite.items()}
+        self._finite = {
+            layer: finite[torch.tensor(rows, device=finite.device)] for layer, finite in self._finite.items()
+        }
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[BatchRow]) -> None:
         """Forget every state and go on with these rows: the next forward pass must begin a new sequence."""
         self.rows = list(rows)
         self._carries.clear()
@@ -232,7 +273,9 @@ def state_layers(model: Any) -> dict[int, Any]:
     family = family_of(config)
     found = {m.layer_idx: m for m in model.modules() if type(m).__name__ == family.mixer}
     if not found:
-        raise UsageError(f"this {config.model_type} model has no state layer (no {family.mixer}): there is nothing to round")
+        raise UsageError(
+            f"this {config.model_type} model has no state layer (no {family.mixer}): there is nothing to round"
+        )
     declared = getattr(config, "layer_types", None)
     if declared is not None:
         expected = [i for i, kind in enumerate(declared) if kind in ("linear_attention", "hybrid")]
@@ -241,13 +284,15 @@ def state_layers(model: Any) -> dict[int, Any]:
     return dict(sorted(found.items()))
 
 
-def as_rows(schemes: Sequence[str | Scheme | Row], seed: int = 0, document: int = 0, prompt: int = 0) -> list[Row]:
-    """One `Row` per scheme; a `Row` passes through unchanged."""
+def as_rows(
+    schemes: Sequence[str | Scheme | BatchRow], seed: int = 0, document: int = 0, prompt: int = 0
+) -> list[BatchRow]:
+    """One `BatchRow` per scheme; a `BatchRow` passes through unchanged."""
     rows = []
     for scheme in schemes:
         if isinstance(scheme, str):
             scheme = parse_scheme(scheme)
-        rows.append(scheme if isinstance(scheme, Row) else Row(scheme, seed, document, prompt))
+        rows.append(scheme if isinstance(scheme, BatchRow) else BatchRow(scheme, seed, document, prompt))
     if not rows:
         raise UsageError("no scheme given: attach needs at least one row")
     return rows
@@ -256,7 +301,7 @@ def as_rows(schemes: Sequence[str | Scheme | Row], seed: int = 0, document: int 
 @contextmanager
 def attach(
     model: Any,
-    schemes: Sequence[str | Scheme | Row],
+    schemes: Sequence[str | Scheme | BatchRow],
     *,
     seed: int = 0,
     document: int = 0,
@@ -268,7 +313,7 @@ def attach(
     """Inside the block, batch row i of `model` keeps its recurrent state as `schemes[i]` says.
 
     model: a transformers model in eval mode; it must be called with batch = len(schemes), and a sequence lasts as long
-    as the HF cache it is given. seed, document, prompt: applied to schemes that are not `Row`s already.
+    as the HF cache it is given. seed, document, prompt: applied to schemes that are not `BatchRow`s already.
     follow_hf_clamp: clamp Mamba-2's Δ as the many-token path of transformers does (decoding does not clamp).
     backend: of the scan, see `replayssm_kernels.choose_backend`.
     probe: first check that one pass, two chunks and single tokens agree, and that the unpatched model does too; with the
@@ -278,7 +323,9 @@ def attach(
     """
     rows = as_rows(schemes, seed, document, prompt)
     if not hasattr(model, "config"):
-        raise UsageError(f"attach takes a transformers model, not {type(model).__name__} (of what `load` returns, pass .model)")
+        raise UsageError(
+            f"attach takes a transformers model, not {type(model).__name__} (of what `load` returns, pass .model)"
+        )
     mixers = state_layers(model)
     family = family_of(model.config.get_text_config())
     for row in rows:
@@ -288,7 +335,9 @@ def attach(
             )
     module = importlib.import_module(family.modeling)
     if model.training:
-        raise UsageError("the model is in training mode, where other functions compute the state: call model.eval() first")
+        raise UsageError(
+            "the model is in training mode, where other functions compute the state: call model.eval() first"
+        )
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
     chosen = choose_backend(backend, model.device, [row.scheme for row in rows])
@@ -305,7 +354,9 @@ def attach(
         if _without_attention(model):
             # Such a class fails to size a mask that no layer reads, and `generate` to ask its cache for a length.
             _set_until_exit(stack, module, "create_causal_mask", lambda *args, **kwargs: None)
-            _set_until_exit(stack, Cache, "get_seq_length", lambda cache, layer_idx=0: _tokens_of(cache, session.layers[-1]))
+            _set_until_exit(
+                stack, Cache, "get_seq_length", lambda cache, layer_idx=0: _tokens_of(cache, session.layers[-1])
+            )
         _set_until_exit(stack, Cache, "reorder_cache", _reorder_with(session, Cache.reorder_cache))
         for layer, mixer in mixers.items():
             hook = mixer.register_forward_pre_hook(lambda *_, layer=layer: session._begin(layer))
@@ -328,7 +379,9 @@ def _set_until_exit(stack: ExitStack, module: Any, name: str, value: Any) -> Non
     elif name.startswith("_replayssm"):
         stack.callback(delattr, module, name)
     else:
-        raise RunError(f"{module.__name__} of transformers {transformers.__version__} has no {name}: this version is not supported")
+        raise RunError(
+            f"{module.__name__} of transformers {transformers.__version__} has no {name}: this version is not supported"
+        )
     setattr(module, name, value)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from replayssm_emulation import RunError, parse_scheme
-from replayssm_kernels import Row, compile_only
+from replayssm_kernels import BatchRow, compile_only
 from torch import Tensor
 
 from .forward import hidden_states, new_cache
@@ -44,10 +44,14 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
     limit = min(0.25, (64 if head.weight.dtype == torch.float32 else 4) * walk)
 
     def logits(pieces: Sequence[int]) -> Tensor:
-        session.start([Row(parse_scheme("fp32"))])
+        session.start([BatchRow(parse_scheme("fp32"))])
         cache, position, parts = new_cache(model), 0, []
         for length in pieces:
-            parts.append(head(hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype)).float())
+            parts.append(
+                head(
+                    hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype)
+                ).float()
+            )
             position += length
         return torch.cat(parts, dim=1)
 
@@ -58,7 +62,9 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
     whole = logits([ids.shape[1]])
     pairs |= {"two chunks": (whole, logits(_TOKENS)), "single tokens": (whole, logits([1] * ids.shape[1]))}
     for name, (one, other) in pairs.items():
-        error = ((other.to(one.device) - one).norm() / one.norm()).item()  # accelerate brings the unpatched model's to the input
+        error = (
+            (other.to(one.device) - one).norm() / one.norm()
+        ).item()  # accelerate brings the unpatched model's to the input
         if not error <= limit:
             raise RunError(
                 f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); transformers "
@@ -67,7 +73,7 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
 
 
 @torch.inference_mode()
-def check_equal_rows(model: Any, session: "Session", rows: Sequence[Row]) -> None:
+def check_equal_rows(model: Any, session: "Session", rows: Sequence[BatchRow]) -> None:
     """With fp32 states everywhere, rows that are equal in the run must have logits of equal bits: in a pass of many tokens and of one.
 
     The control's KL of 0 rests on it, and matrix libraries do not promise it. Raises RunError where one breaks it.
@@ -77,7 +83,7 @@ def check_equal_rows(model: Any, session: "Session", rows: Sequence[Row]) -> Non
         return
     ids = _ids(model).expand(len(rows), -1)
     head = model.get_output_embeddings()
-    session.start([Row(parse_scheme("fp32"))] * len(rows))
+    session.start([BatchRow(parse_scheme("fp32"))] * len(rows))
     cache, position = new_cache(model), 0
     for length in (ids.shape[1] - 1, 1):
         logits = head(hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype))
@@ -102,7 +108,8 @@ def rehearse(model: Any, session: "Session") -> None:
     first = _TOKENS[0]
     early = (first - 2, first + 14, ids.shape[1] - 2)
     rows = [
-        replace(r, prompt=0, padding=0, flushes=None if r.flushes is None and r.scheme.window <= first else early) for r in session.rows
+        replace(r, prompt=0, padding=0, flushes=None if r.flushes is None and r.scheme.window <= first else early)
+        for r in session.rows
     ]
 
     def read() -> None:

@@ -51,7 +51,9 @@ class StepGraphs:
         cache.layers = [_with_room(layer, room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
     @classmethod
-    def begin(cls, model: Any, session: Session, cache: Any, positions: Tensor, visible: Tensor, room: int) -> "StepGraphs | None":
+    def begin(
+        cls, model: Any, session: Session, cache: Any, positions: Tensor, visible: Tensor, room: int
+    ) -> "StepGraphs | None":
         """For the sequences that `cache` and `session` hold; None if they cannot be decoded so.
 
         positions `[B, 1]`: position ids of the next token. visible: bool `[B, tokens in the cache]`, False for padding.
@@ -62,10 +64,20 @@ class StepGraphs:
         scheduled = all(row.flushes is None and row.prompt <= session.tokens for row in session.rows)
         whole = session.tokens == visible.shape[1] and len(set(layer_devices(model).values())) == 1
         known = all(type(layer) in (DynamicLayer, LinearAttentionLayer, DummyLayer) for layer in cache.layers)
-        known &= all(layer < len(cache.layers) and type(cache.layers[layer]) is LinearAttentionLayer for layer in session.layers)
+        known &= all(
+            layer < len(cache.layers) and type(cache.layers[layer]) is LinearAttentionLayer for layer in session.layers
+        )
         attends = any(type(layer) is DynamicLayer for layer in cache.layers)
         masked = not attends or model.config.get_text_config()._attn_implementation == NAME
-        if not (session.backend == "triton" and session.may_capture and at_start and scheduled and whole and known and masked):
+        if not (
+            session.backend == "triton"
+            and session.may_capture
+            and at_start
+            and scheduled
+            and whole
+            and known
+            and masked
+        ):
             return None
         return cls(model, session, cache, positions, visible, room)
 
@@ -99,12 +111,18 @@ class StepGraphs:
         for token in self._tokens():
             token[:, 1] += self.steps
         length = self.seen + self.steps
-        self.cache.layers = [_without_room(layer, length) if type(layer) is StaticLayer else layer for layer in self.cache.layers]
+        self.cache.layers = [
+            _without_room(layer, length) if type(layer) is StaticLayer else layer for layer in self.cache.layers
+        ]
         return self.mask[:, 0, 0, :length]
 
     def _step(self, place: int) -> None:
         self.mask.index_fill_(3, self.slot, True)
-        masks = None if self.model.config.model_type == "mamba2" else {"full_attention": self.mask, "linear_attention": None}
+        masks = (
+            None
+            if self.model.config.model_type == "mamba2"
+            else {"full_attention": self.mask, "linear_attention": None}
+        )
         logits = self.model(
             input_ids=self.ids, position_ids=self.positions, attention_mask=masks, cache=self.cache, use_cache=True
         ).logits[:, -1]  # fmt: skip
@@ -133,7 +151,11 @@ class StepGraphs:
         held = [(carry.position, carry.groups[0].records, carry.groups[0].flushes) for carry in self.carries]
         graphs: list[torch.cuda.CUDAGraph] = []
         with torch.cuda.device(device):  # both the graph and the kernels go by the current device
-            pool, stream, before = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+            pool, stream, before = (
+                torch.cuda.graph_pool_handle(),
+                torch.cuda.Stream(device),
+                torch.cuda.current_stream(device),
+            )
             try:
                 for place in range(self.window):
                     graph = torch.cuda.CUDAGraph()
@@ -147,7 +169,9 @@ class StepGraphs:
             except Exception as error:  # whatever a model does that cannot be captured; the compiler has its own kind
                 torch.cuda.set_stream(before)
                 self.may_capture = self.session.may_capture = False
-                warnings.warn(f"decoding without CUDA graphs, which is slower: {str(error).splitlines()[0]}", stacklevel=2)
+                warnings.warn(
+                    f"decoding without CUDA graphs, which is slower: {str(error).splitlines()[0]}", stacklevel=2
+                )
         # Capturing computed nothing: nothing has been folded, and where the window began there were no records.
         for carry, (position, records, flushes) in zip(self.carries, held, strict=True):
             carry.position, carry.groups[0].records, carry.groups[0].flushes = position, records, flushes

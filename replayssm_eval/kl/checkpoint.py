@@ -54,7 +54,11 @@ class Checkpoint:
         Caches of other kinds hold more than is kept here: their documents are then begun anew.
         """
         started = time.monotonic()
-        if started < self._next_save or type(cache) is not DynamicCache or not all(type(layer) in _KNOWN for layer in cache.layers):
+        if (
+            started < self._next_save
+            or type(cache) is not DynamicCache
+            or not all(type(layer) in _KNOWN for layer in cache.layers)
+        ):
             return
         tensors, meta = session.export()
         for index, layer in enumerate(cache.layers):
@@ -122,7 +126,9 @@ class Checkpoint:
 
     def _check(self, fingerprint: str, path: Path) -> None:
         if fingerprint != self.fingerprint:
-            raise UsageError(f"{path} belongs to a run with other options: pass --overwrite, or the options of that run")
+            raise UsageError(
+                f"{path} belongs to a run with other options: pass --overwrite, or the options of that run"
+            )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

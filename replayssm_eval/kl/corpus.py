@@ -26,7 +26,9 @@ class Book:
     source: str
 
 
-def load_books(corpus: str, books: list[str] | None = None, split: str = "test", text_key: str | None = None) -> list[Book]:
+def load_books(
+    corpus: str, books: list[str] | None = None, split: str = "test", text_key: str | None = None
+) -> list[Book]:
     """The books of `corpus`: "builtin", "pg19", a file or a folder.
 
     books: titles (or parts of titles) or 0-based indices, in the order wanted; default the first book. split: of PG-19.
@@ -100,7 +102,9 @@ def decode_utf8(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; convert the file first") from None
+        raise UsageError(
+            f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; convert the file first"
+        ) from None
 
 
 def _read(path: Path) -> bytes:
@@ -137,7 +141,9 @@ def _local(path: Path, text_key: str | None) -> Iterator[Book]:
 def _from_row(row: dict, source: str, text_key: str | None, index: int) -> Book:
     key = text_key or next((k for k in _TEXT_KEYS if k in row), None)
     if key is None or key not in row:
-        raise UsageError(f"{source}: no text key {text_key or ' or '.join(_TEXT_KEYS)}; found {', '.join(row)}; name it with --text-key")
+        raise UsageError(
+            f"{source}: no text key {text_key or ' or '.join(_TEXT_KEYS)}; found {', '.join(row)}; name it with --text-key"
+        )
     if not isinstance(row[key], str):
         raise UsageError(f"{source}: {key} is not text but {type(row[key]).__name__}")
     title = next((str(row[k]) for k in _TITLE_KEYS if row.get(k)), str(index))

@@ -72,7 +72,9 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
     style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     style |= {"svg.hashsalt": "replayssm-eval", "svg.fonttype": "none"}
     with plt.rc_context(style):
-        figure, (top, agree, nll) = plt.subplots(3, 1, figsize=(7.5, 8.5), sharex=True, height_ratios=(3, 1, 1), layout="constrained")
+        figure, (top, agree, nll) = plt.subplots(
+            3, 1, figsize=(7.5, 8.5), sharex=True, height_ratios=(3, 1, 1), layout="constrained"
+        )
         control = np.array([stats.mean(values["kl"][1][:, a:b]) or np.nan for a, b in bins])
         if np.isfinite(control).any():
             top.plot(middle, control, ":", color="black")
@@ -83,7 +85,9 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
             means = np.array([stats.mean(k) or np.nan for k in series["kl"]])
             top.plot(middle, means, markersize=3.5, linewidth=1.8, **look)
             for quantile, width in ((0.5, 0.9), (0.9, 0.5)) if len(schemes) <= _MOST_WITH_QUANTILES else ():
-                points = np.array([np.quantile(k[np.isfinite(k)], quantile) if np.isfinite(k).any() else np.nan for k in series["kl"]])
+                points = np.array(
+                    [np.quantile(k[np.isfinite(k)], quantile) if np.isfinite(k).any() else np.nan for k in series["kl"]]
+                )
                 top.plot(middle, np.where(points > 0, points, np.nan), ":", color=look["color"], linewidth=width)
             bands = [(m, stats.bootstrap_mean(k)) for m, k in zip(middle, series["kl"], strict=True)]
             known = [(m, *b) for m, b in bands if b and b[0] > 0]
@@ -113,8 +117,12 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
         nll.axhline(0, color="#999999", linewidth=0.6)
         books = ", ".join(b["title"] for b in result["corpus"]["books"])
         marked = " · RANDOM WEIGHTS" if result["model"].get("random_weights") else ""
-        figure.suptitle(f"{result['model']['name']}{marked} · {books} · {tokens:,} tokens", fontsize=10, parse_math=False)
-        top.set_title(_legend(result, banded, len(schemes) <= _MOST_WITH_QUANTILES), fontsize=7.5, color="#444444", loc="left")
+        figure.suptitle(
+            f"{result['model']['name']}{marked} · {books} · {tokens:,} tokens", fontsize=10, parse_math=False
+        )
+        top.set_title(
+            _legend(result, banded, len(schemes) <= _MOST_WITH_QUANTILES), fontsize=7.5, color="#444444", loc="left"
+        )
         return rendered(figure)
 
 
@@ -133,10 +141,16 @@ def rendered(figure: Any) -> dict[str, bytes]:
 
 def _legend(result: dict[str, Any], banded: bool, quantiles: bool) -> str:
     kl_max = result["control"]["kl_max"]
-    control = "control (a second fp32 row): KL exactly 0" if kl_max == 0 else f"control (black, dotted): KL at most {kl_max:.1e}"
+    control = (
+        "control (a second fp32 row): KL exactly 0"
+        if kl_max == 0
+        else f"control (black, dotted): KL at most {kl_max:.1e}"
+    )
     drawn = "thick: mean" + (", band: 95% interval where 8 blocks or more allow one" if banded else "")
     drawn += "; thin dotted: median and 90th percentile" if quantiles else ""
-    return f"solid: one shared copy, dashed: separate copies; ● stochastic, ▼ nearest recurrence copy\n{drawn}\n{control}"
+    return (
+        f"solid: one shared copy, dashed: separate copies; ● stochastic, ▼ nearest recurrence copy\n{drawn}\n{control}"
+    )
 
 
 def _direct_labels(axes: Any, x: float, ends: list[tuple[float, str, str]]) -> None:

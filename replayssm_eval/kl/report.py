@@ -60,7 +60,9 @@ def _environment(escape: bool) -> Any:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parents[1] / room / "templates" for room in ("kl", "quartiles")]),
+        loader=jinja2.FileSystemLoader(
+            [Path(__file__).parents[1] / room / "templates" for room in ("kl", "quartiles")]
+        ),
         autoescape=escape,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -89,4 +91,8 @@ def kl_html(result: dict[str, Any], svg: str) -> str:
     import markupsafe
 
     picture = markupsafe.Markup(svg[svg.index("<svg") :])
-    return _environment(escape=True).get_template("kl.html").render(result=result, reading=reading(result), picture=picture)
+    return (
+        _environment(escape=True)
+        .get_template("kl.html")
+        .render(result=result, reading=reading(result), picture=picture)
+    )

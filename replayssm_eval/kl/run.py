@@ -13,14 +13,23 @@ import numpy as np
 import torch
 import transformers
 from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
-from replayssm_kernels import Row, compiled_kernels
+from replayssm_kernels import BatchRow, compiled_kernels
 from torch import Tensor
 
 from ..inference.forward import hidden_states, hidden_states_by_token, layer_devices, new_cache
 from ..inference.session import Session, attach
 from ..models.loading import Loaded, load, weights_digest
-from ..results.files import SCHEMA_KL, check_output, code_digest, default_output, jsonable, provenance, write_atomic, write_json
-from ..results.progress import Progress, Report, silent
+from ..results.files import (
+    SCHEMA_KL,
+    check_output,
+    code_digest,
+    default_output,
+    jsonable,
+    provenance,
+    write_atomic,
+    write_json,
+)
+from ..results.progress import OnProgress, Progress, silent
 from . import report
 from . import statistics as stats
 from .checkpoint import Checkpoint
@@ -91,7 +100,9 @@ def row_infos(schemes: Sequence[Scheme], seeds: Sequence[int]) -> list[RowInfo]:
     fp32 = parse_scheme("fp32")
     rows = [RowInfo(fp32, 0, "reference"), RowInfo(fp32, 0, "control")]
     for scheme in schemes:
-        stochastic = any(c is not None and c.lossy and c.rounding == "stochastic" for c in (scheme.recurrence, scheme.read))
+        stochastic = any(
+            c is not None and c.lossy and c.rounding == "stochastic" for c in (scheme.recurrence, scheme.read)
+        )
         rows += [RowInfo(scheme, seed, "scheme") for seed in (seeds if stochastic else seeds[:1])]
     return rows
 
@@ -103,7 +114,7 @@ def run_kl(
     overwrite: bool = False,
     resume: bool = False,
     loaded: Loaded | None = None,
-    progress: Report = silent,
+    progress: OnProgress = silent,
     **changes: Any,
 ) -> dict[str, Any]:
     """Run the comparison, write `output` and return what kl.json holds, with the folder under "output".
@@ -153,16 +164,30 @@ def _encode(tokenizer: Any, book: Book, tokens: int) -> Tensor:
 
 def _flushes(row: RowInfo, prompt: int, start: int, stop: int) -> int:
     """How often the schedule of a row rounds its state in the tokens [start, stop)."""
-    return sum(rounded for _, rounded in Row(row.scheme, prompt=prompt).folds(start, stop))
+    return sum(rounded for _, rounded in BatchRow(row.scheme, prompt=prompt).folds(start, stop))
 
 
 class _Run:
     """One run: its inputs, the series read so far, and what was found wrong."""
 
     def __init__(
-        self, options: KlOptions, loaded: Loaded, books: list[Book], rows: list[RowInfo], folder: Path, resume: bool, progress: Report
+        self,
+        options: KlOptions,
+        loaded: Loaded,
+        books: list[Book],
+        rows: list[RowInfo],
+        folder: Path,
+        resume: bool,
+        progress: OnProgress,
     ):
-        self.options, self.loaded, self.books, self.rows, self.folder, self.progress = options, loaded, books, rows, folder, progress
+        self.options, self.loaded, self.books, self.rows, self.folder, self.progress = (
+            options,
+            loaded,
+            books,
+            rows,
+            folder,
+            progress,
+        )
         self.ids = [_encode(loaded.tokenizer, book, options.tokens) for book in books]
         self.checkpoint = Checkpoint(folder / "parts", self._fingerprint(), options.tokens)
         self.series = [Series(chunks) for chunks in (self.checkpoint.load_chunks() if resume else [])]
@@ -205,16 +230,21 @@ class _Run:
         prompt = self.options.prompt_tokens
         try:
             options, schemes, began = self.options, [r.scheme for r in self.rows], time.monotonic()
-            with attach(self.loaded.model, schemes, follow_hf_clamp=options.follow_hf_clamp, backend=options.backend) as session:
+            with attach(
+                self.loaded.model, schemes, follow_hf_clamp=options.follow_hf_clamp, backend=options.backend
+            ) as session:
                 self.backend = session.backend
                 if self.backend == "triton":
-                    self.timing = {"compiled_kernels": compiled_kernels(), "start_up_s": round(time.monotonic() - began, 2)}
+                    self.timing = {
+                        "compiled_kernels": compiled_kernels(),
+                        "start_up_s": round(time.monotonic() - began, 2),
+                    }
                 began = time.monotonic()
                 for document in range(len(self.books)):
                     if document == len(self.series):
                         self.series.append(Series())
                     if self.series[document].tokens < self.options.tokens:
-                        session.start([Row(r.scheme, r.seed, document, prompt) for r in self.rows])
+                        session.start([BatchRow(r.scheme, r.seed, document, prompt) for r in self.rows])
                         self._read_book(session, document)
                         self.timing["reading_s"] = round(time.monotonic() - began, 2)
         except KeyboardInterrupt:
@@ -225,7 +255,12 @@ class _Run:
 
     def _read_book(self, session: Session, document: int) -> None:
         """Go on with one book, chunk by chunk, from where its series ends."""
-        model, ids, series, title = self.loaded.model, self.ids[document], self.series[document], self.books[document].title
+        model, ids, series, title = (
+            self.loaded.model,
+            self.ids[document],
+            self.series[document],
+            self.books[document].title,
+        )
         tokens, prompt = self.options.tokens, self.options.prompt_tokens
         cache = new_cache(model, tokens)
         if series.tokens:
@@ -242,7 +277,9 @@ class _Run:
                 hidden = read(model, batch, cache, position)
                 metrics = compare_hidden(hidden, head, targets[position:stop], session.backend)
                 if session.tokens != stop:
-                    raise RunError(f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}")
+                    raise RunError(
+                        f"{title}: the state layers have seen {session.tokens} tokens where the text is at {stop}"
+                    )
                 due = [n + _flushes(r, prompt, position, stop) for n, r in zip(due, self.rows, strict=True)]
                 session.check_rounding(due)
                 series.chunks.append(metrics)
@@ -251,7 +288,9 @@ class _Run:
                 if stop < tokens:
                     self.checkpoint.save_state(document, stop, session, cache)
                 self._note_nonfinite(metrics, session, position, title)
-                newest = {r.short: stats.mean(metrics.kl[i]) or 0.0 for i, r in enumerate(self.rows) if r.role == "scheme"}
+                newest = {
+                    r.short: stats.mean(metrics.kl[i]) or 0.0 for i, r in enumerate(self.rows) if r.role == "scheme"
+                }
                 self.progress(Progress(title, document * tokens + stop, len(self.books) * tokens, newest))
                 if 0 in self.broken:
                     break  # without a reference nothing can be compared
@@ -265,11 +304,15 @@ class _Run:
             self.broken.add(index)
             layer = session.first_nonfinite_layer(index)
             where = "the output head" if layer is None else f"state layer {layer}"
-            self.problems.append(f"{title}: {row.name} is not finite from position {position + int(bad[0])} on, first seen in {where}")
+            self.problems.append(
+                f"{title}: {row.name} is not finite from position {position + int(bad[0])} on, first seen in {where}"
+            )
 
     def usable(self) -> list[Series]:
         """Whole books; one that was cut short only when there is no whole one."""
-        return [one for one in self.series if one.tokens == self.options.tokens] or [one for one in self.series if one.chunks]
+        return [one for one in self.series if one.tokens == self.options.tokens] or [
+            one for one in self.series if one.chunks
+        ]
 
     def result(self) -> dict[str, Any]:
         """What kl.json holds, but for status and provenance."""
@@ -314,7 +357,10 @@ class _Run:
             "prompt_tokens": prompt,
             "backend": self.backend,
             "options": {**asdict(options), "schemes": [str(r.scheme) for r in self.rows[2:]]},
-            "vocabulary": {"columns": int(vocabulary), "rule": "every column of the output head counts, padding included"},
+            "vocabulary": {
+                "columns": int(vocabulary),
+                "rule": "every column of the output head counts, padding included",
+            },
             "bins": bins,
             "entropy_buckets": {
                 "edges": [*stats.ENTROPY_EDGES, None],
@@ -341,9 +387,13 @@ def _doubts(row: RowInfo, numbers: dict[str, Any], flushes: int) -> list[str]:
     """What makes a row's numbers no result."""
     found = []
     if numbers["kl_min"] is not None and numbers["kl_min"] < _MOST_NEGATIVE_KL:
-        found.append(f"{row.name}: a KL of {numbers['kl_min']:.3g} is negative beyond rounding: the comparison is wrong")
+        found.append(
+            f"{row.name}: a KL of {numbers['kl_min']:.3g} is negative beyond rounding: the comparison is wrong"
+        )
     # One flush at the very end is read by nobody; from two on, somebody reads a rounded state.
     rounded = any(copy is not None and copy.lossy for copy in (row.scheme.recurrence, row.scheme.read))
     if rounded and flushes > 1 and numbers["kl_max"] == 0 and not numbers["nonfinite"]:
-        found.append(f"{row.name}: KL is exactly 0 on all tokens although its state was rounded: the emulation did not run")
+        found.append(
+            f"{row.name}: KL is exactly 0 on all tokens although its state was rounded: the emulation did not run"
+        )
     return found

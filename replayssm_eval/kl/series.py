@@ -61,8 +61,21 @@ def parquet(rows: Sequence[RowInfo], series: Sequence[Series], ids: Sequence[Ten
     import pyarrow.parquet as pq
 
     text = pa.dictionary(pa.int32(), pa.string())
-    types = {"book": pa.int32(), "row": pa.int32(), "scheme": text, "seed": pa.uint64(), "role": text, "position": pa.int32()}
-    types |= {"token": pa.int32(), "kl": pa.float32(), "same_top1": pa.bool_(), "nll": pa.float32(), "entropy": pa.float32()}
+    types = {
+        "book": pa.int32(),
+        "row": pa.int32(),
+        "scheme": text,
+        "seed": pa.uint64(),
+        "role": text,
+        "position": pa.int32(),
+    }
+    types |= {
+        "token": pa.int32(),
+        "kl": pa.float32(),
+        "same_top1": pa.bool_(),
+        "nll": pa.float32(),
+        "entropy": pa.float32(),
+    }
     schema = pa.schema(list(types.items()))
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:

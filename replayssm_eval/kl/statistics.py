@@ -8,7 +8,15 @@ import numpy as np
 from scipy import stats
 
 FIRST_BIN = 1024
-QUANTILES = {"kl_p01": 0.01, "kl_p10": 0.1, "kl_median": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99, "kl_p999": 0.999}
+QUANTILES = {
+    "kl_p01": 0.01,
+    "kl_p10": 0.1,
+    "kl_median": 0.5,
+    "kl_p90": 0.9,
+    "kl_p95": 0.95,
+    "kl_p99": 0.99,
+    "kl_p999": 0.999,
+}
 ENTROPY_EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0)  # nats, of the reference; the last bucket is open
 _BLOCKS_PER_BIN, _SHORTEST_BLOCK, _FEWEST_BLOCKS, _FEWEST_BOOKS = 32, 64, 8, 8
 _RESAMPLES = 1000
@@ -80,13 +88,20 @@ def bootstrap_mean(series: np.ndarray) -> list[float] | None:
 
 
 def row_statistics(
-    kl: np.ndarray, same_top1: np.ndarray, nll: np.ndarray, reference_nll: np.ndarray, entropy: np.ndarray, bins: list[tuple[int, int]]
+    kl: np.ndarray,
+    same_top1: np.ndarray,
+    nll: np.ndarray,
+    reference_nll: np.ndarray,
+    entropy: np.ndarray,
+    bins: list[tuple[int, int]],
 ) -> dict[str, Any]:
     """The numbers of one row of `kl.json` from its per-token series, each `[books, tokens]`; entropy is the reference's.
 
     Only the tokens of `bins` count. Non-finite KL values are counted and kept out of every mean and quantile.
     """
-    kl, same_top1, nll, reference_nll, entropy = (x[:, bins[0][0] :] for x in (kl, same_top1, nll, reference_nll, entropy))
+    kl, same_top1, nll, reference_nll, entropy = (
+        x[:, bins[0][0] :] for x in (kl, same_top1, nll, reference_nll, entropy)
+    )
     bins = [(a - bins[0][0], b - bins[0][0]) for a, b in bins]
     finite = kl[np.isfinite(kl)]
     agree = np.where(np.isnan(kl), np.nan, same_top1)
@@ -95,7 +110,9 @@ def row_statistics(
     delta_p = np.exp(-nll.astype(np.float64)) - np.exp(-reference_nll.astype(np.float64))
     square = mean(delta_p**2)
     bucket = _entropy_bucket(entropy)
-    quantiles = np.quantile(finite.astype(np.float64), list(QUANTILES.values())) if finite.size else [None] * len(QUANTILES)
+    quantiles = (
+        np.quantile(finite.astype(np.float64), list(QUANTILES.values())) if finite.size else [None] * len(QUANTILES)
+    )
     return {
         "kl_mean": [mean(kl[:, a:b]) for a, b in bins],
         "kl_ci95": [bootstrap_mean(kl[:, a:b]) for a, b in bins],

@@ -20,7 +20,9 @@ def hub_reachable() -> bool:
     if urllib.request.getproxies().get(url.scheme):
         return True
     try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=_TIMEOUT).close()
+        socket.create_connection(
+            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=_TIMEOUT
+        ).close()
     except OSError:
         return False
     return True

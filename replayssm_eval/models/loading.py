@@ -105,7 +105,13 @@ def load(
         placement = {"device_map": device_map} if device_map else {}
         # Hub kernels (the default from transformers 5.25 on) replace layers as a whole, past the functions that we replace.
         loaded: Any = auto_class(config).from_pretrained(
-            location, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, use_kernels=False, **placement, **common
+            location,
+            dtype=torch_dtype,
+            output_loading_info=True,
+            use_safetensors=True,
+            use_kernels=False,
+            **placement,
+            **common,
         )
     except UsageError:
         raise
@@ -118,9 +124,15 @@ def load(
         advice = "pass --model tiny-mamba2 (in the package), or a folder with config.json, safetensors and tokenizer"
         raise UsageError(f"model {name} ({location}) cannot be loaded: {reason}; {advice}") from None
     model, report = loaded
-    faults = {kind: sorted(report[kind])[:3] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") if report.get(kind)}
+    faults = {
+        kind: sorted(report[kind])[:3]
+        for kind in ("missing_keys", "mismatched_keys", "unexpected_keys")
+        if report.get(kind)
+    }
     if faults:
-        raise UsageError(f"model {name}: weights do not fit the model: {faults}; a result would come from made-up weights")
+        raise UsageError(
+            f"model {name}: weights do not fit the model: {faults}; a result would come from made-up weights"
+        )
     if not device_map:
         model = model.to(device)
     model = model.eval()
@@ -146,7 +158,9 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device
         gpu = torch.device(device).type == "cuda"
         there = torch.cuda.mem_get_info(device)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > there:
-            raise UsageError(f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {device} has {there / 2**30:.0f}")
+            raise UsageError(
+                f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {device} has {there / 2**30:.0f}"
+            )
     else:
         placement = _spread(name, empty, device_map)  # sizes the devices itself
     places = {torch.device(place) for place in placement.values()}
@@ -154,7 +168,11 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device
         torch.manual_seed(0)
         model = _filled(empty, placement)
     tokenizer = AutoTokenizer.from_pretrained(_ASSETS / "tiny-mamba2")
-    return Loaded(model, tokenizer, {**_facts(name, entry.location, model, None), "random_weights": True, "tokenizer": "tiny-mamba2"})
+    return Loaded(
+        model,
+        tokenizer,
+        {**_facts(name, entry.location, model, None), "random_weights": True, "tokenizer": "tiny-mamba2"},
+    )
 
 
 def _spread(name: str, empty: Any, device_map: str) -> dict[str, Any]:
@@ -169,7 +187,9 @@ def _spread(name: str, empty: Any, device_map: str) -> dict[str, Any]:
     placement = infer_auto_device_map(empty, max_memory=get_balanced_memory(empty, **options), **options)
     gpus = torch.cuda.device_count()
     if elsewhere := {str(place) for place in placement.values()} & ({"cpu", "disk"} if gpus else {"disk"}):
-        raise UsageError(f"{name}: its weights do not fit on {gpus or 'no'} GPUs, some would go to {', '.join(sorted(elsewhere))}")
+        raise UsageError(
+            f"{name}: its weights do not fit on {gpus or 'no'} GPUs, some would go to {', '.join(sorted(elsewhere))}"
+        )
     return placement
 
 
@@ -190,7 +210,9 @@ def _filled(empty: Any, placement: dict[str, Any]) -> Any:
     if left := [at for at, x in floating.items() if x.isnan().any()]:
         raise RunError(f"{type(empty).__name__} leaves {left[:3]} without a value: random weights cannot be made")
     model = empty.eval()
-    return model if len(placement) == 1 else dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)
+    return (
+        model if len(placement) == 1 else dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)
+    )
 
 
 def _facts(name: str, location: str, model: Any, revision: str | None) -> dict[str, Any]:

@@ -89,15 +89,16 @@ _KIMI_48B = {
     "layer_types": ["full_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for i in range(27)],
 }
 # Of these, only the sum is known to be right: widths of MLPs and experts are not in those copies.
-_BY_SIZE = (
-    "layers and heads from third-party copies of config.json; widths of MLPs and experts only by the {} parameters that they add up to"
-)
+_BY_SIZE = "layers and heads from third-party copies of config.json; widths of MLPs and experts only by the {} parameters that they add up to"
 
 REGISTRY = {
     entry.name: entry
     for entry in (
         ModelEntry(
-            "tiny-mamba2", "tiny-mamba2", "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books", testbed=True
+            "tiny-mamba2",
+            "tiny-mamba2",
+            "testbed in the package: 4.1M-parameter NemotronH trained on public-domain books",
+            testbed=True,
         ),
         ModelEntry(
             "tiny-gdn",

@@ -32,7 +32,9 @@ def model_sizes(name: str) -> dict[str, Any]:
     else:
         location = location_of(name)
         try:
-            config = AutoConfig.from_pretrained(location, local_files_only=Path(location).is_dir() or not hub_reachable())
+            config = AutoConfig.from_pretrained(
+                location, local_files_only=Path(location).is_dir() or not hub_reachable()
+            )
         except (OSError, ValueError) as error:
             raise UsageError(f"model {name} ({location}): no config: {' '.join(str(error).split())[:200]}") from None
     text = config.get_text_config()
@@ -42,7 +44,9 @@ def model_sizes(name: str) -> dict[str, Any]:
         model = kind.from_config(text if kind is AutoModelForCausalLM else config)
     layers = state_layers(model)
     heads, groups, d_v, d_k = family.shape(next(iter(layers.values())))
-    gates = heads * (d_k + 1 if family.per_channel else 2 if family.delta else 1)  # log α and β; Mamba-2 has both from Δ
+    gates = heads * (
+        d_k + 1 if family.per_channel else 2 if family.delta else 1
+    )  # log α and β; Mamba-2 has both from Δ
     record = len(layers) * (2 * (heads * d_v + groups * d_k) + 4 * gates)
     elements = len(layers) * heads * d_v * d_k
     attention = sum(kind in ("full_attention", "hybrid", "indexed_attention") for kind in text.layer_types)

@@ -70,13 +70,17 @@ def compare(arms: Sequence[Arm], tie: Sequence[str], bins: int = 4, averaged: bo
     warnings = []
     if (binned := int((which >= 0).sum())) < FEWEST:
         bins = 0
-        warnings.append(f"{binned} questions with a known length: too few for bins (at least {FEWEST}), overall accuracy only.")
+        warnings.append(
+            f"{binned} questions with a known length: too few for bins (at least {FEWEST}), overall accuracy only."
+        )
     elif binned > 1 and np.ptp(reference.length[which >= 0]) == 0:
         warnings.append("All reference answers are equally long: the bins say nothing about length.")
     if binned < n:
         warnings.append(f"{n - binned} questions without a known reference length are in the overall row only.")
     if not averaged and (right := int(reference.score.sum())) < FEWEST_RIGHT:
-        warnings.append(f"The reference is right in {right} of {n} questions: whatever the others lose, it cannot be told from chance.")
+        warnings.append(
+            f"The reference is right in {right} of {n} questions: whatever the others lose, it cannot be told from chance."
+        )
     groups = [np.flatnonzero(which == b) for b in range(bins)]
     everything = np.arange(n)
     variants = []
@@ -93,10 +97,16 @@ def compare(arms: Sequence[Arm], tie: Sequence[str], bins: int = 4, averaged: bo
         )
     control = _judge(variants)
     if control is None:
-        warnings.append("No control: run the reference a second time (other batch size or seed) and pass it with --control.")
+        warnings.append(
+            "No control: run the reference a second time (other batch size or seed) and pass it with --control."
+        )
     return {
         "bins": [_edges(reference.length, g) for g in groups],
-        "reference": {"name": reference.name, "bins": [_side(reference, g) for g in groups], "overall": _side(reference, everything)},
+        "reference": {
+            "name": reference.name,
+            "bins": [_side(reference, g) for g in groups],
+            "overall": _side(reference, everything),
+        },
         "control": control,
         "variants": variants,
         "methods": methods(averaged),
@@ -293,7 +303,11 @@ def methods(averaged: bool) -> dict[str, str]:
         ),
         "holm_p": "Holm over bins x schemes, controls left out; over the schemes for the overall rows and for the trends",
         "detectable_difference": "smallest true difference that one test at 5%, before Holm, finds with 80% probability"
-        + (" (normal approximation, observed spread)" if averaged else " at the observed share of discordant pairs (exact)"),
+        + (
+            " (normal approximation, observed spread)"
+            if averaged
+            else " at the observed share of discordant pairs (exact)"
+        ),
         "trend": f"slope of the paired difference per doubling of the reference's length; permutation test, {PERMUTATIONS:,} draws, two-sided",
         "verdict": "loss or gain: Holm p at most 5% (a control: its own p) and outside ± the control's largest difference in that bin; inside it the difference is undecided",
         "not_extracted": "our own record, else a filtered response that is empty, null or [invalid]",

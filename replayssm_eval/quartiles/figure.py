@@ -14,7 +14,11 @@ _SPARE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # O
 def arm_look(name: str, role: str, number: int) -> dict[str, Any]:
     """Colour, line and mark of an arm: those of its scheme, else of the format in its name, else the next free ones."""
     if role != "scheme":
-        return {"color": "#000000" if role == "reference" else "#888888", "linestyle": "-" if role == "reference" else ":", "marker": "s"}
+        return {
+            "color": "#000000" if role == "reference" else "#888888",
+            "linestyle": "-" if role == "reference" else ":",
+            "marker": "s",
+        }
     try:
         return _look(name)
     except UsageError:
@@ -65,21 +69,32 @@ def quartile_figure(result: dict[str, Any]) -> dict[str, bytes]:
         if result["control"]:
             for place, span in zip(places, [*result["control"]["range"], result["control"]["overall"]], strict=True):
                 if span is not None:
-                    below.fill_between([place - 0.42, place + 0.42], -span, span, color="#bbbbbb", alpha=0.35, linewidth=0)
+                    below.fill_between(
+                        [place - 0.42, place + 0.42], -span, span, color="#bbbbbb", alpha=0.35, linewidth=0
+                    )
         below.axhline(0, color="black", linewidth=0.8)
         top.set(ylabel=f"{result['metric']}, 95% interval")
         below.set(ylabel="difference to the reference")
         below.set_xticks(places, ticks)
         below.set_xlabel(f"answer length of the reference, {result['length_unit']}", parse_math=False)
         # Named after creation: a legend hides names that begin with "_" and would typeset "$".
-        legend = top.legend(handles, [str(i) for i in range(len(arms))], fontsize=8, frameon=False, loc="best", handlelength=3)
+        legend = top.legend(
+            handles, [str(i) for i in range(len(arms))], fontsize=8, frameon=False, loc="best", handlelength=3
+        )
         for text, arm in zip(legend.get_texts(), arms, strict=True):
             text.set_parse_math(False)
             text.set_text(shown_name(arm))
         filtered = f", {result['filter']}" if result["filter"] else ""
         figure.suptitle(f"{result['task']}{filtered}: accuracy by answer length", fontsize=10, parse_math=False)
-        if result["control"] and any([*result["control"]["range"], result["control"]["overall"]]):  # or there is nothing grey
-            below.set_title("grey: ± the control's difference; what lies inside is undecided", fontsize=7.5, color="#444444", loc="left")
+        if result["control"] and any(
+            [*result["control"]["range"], result["control"]["overall"]]
+        ):  # or there is nothing grey
+            below.set_title(
+                "grey: ± the control's difference; what lies inside is undecided",
+                fontsize=7.5,
+                color="#444444",
+                loc="left",
+            )
         return rendered(figure)
 
 
@@ -94,4 +109,6 @@ def _with_intervals(
     face = "white" if look["linestyle"] in (":", "--") else look["color"]  # a control and separate copies: hollow marks
     marks = {"markersize": 5, "marker": look["marker"], "color": look["color"], "markerfacecolor": face}
     axes.plot(x, y, linestyle="none", **marks)
-    return axes.plot([], [], linestyle=look["linestyle"], linewidth=1.0, **marks)[0]  # for the legend: arms may differ by their line only
+    return axes.plot([], [], linestyle=look["linestyle"], linewidth=1.0, **marks)[
+        0
+    ]  # for the legend: arms may differ by their line only

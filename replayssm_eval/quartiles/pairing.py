@@ -45,12 +45,16 @@ def pair(arms: Sequence[Sequence[Record]]) -> Pairing:
         _refuse_mismatch(indexed[0], other)
     common = [key for key in indexed[0] if all(key in other for other in indexed[1:])]
     if not common:
-        raise UsageError(f"no document is in all arms ({', '.join(f'{a[0].file}: {len(a)}' for a in arms)}; paired on {' + '.join(keys)})")
+        raise UsageError(
+            f"no document is in all arms ({', '.join(f'{a[0].file}: {len(a)}' for a in arms)}; paired on {' + '.join(keys)})"
+        )
     questions = [tuple(index[key] for index in indexed) for key in common]
     scored = [q for q in questions if not any(math.isnan(r.score) for r in q)]
     if not scored:
         raise UsageError(f"no document has a score in all arms ({', '.join(str(a[0].file) for a in arms)})")
-    unpaired = [[r.label for key, r in index.items() if any(key not in other for other in indexed)] for index in indexed]
+    unpaired = [
+        [r.label for key, r in index.items() if any(key not in other for other in indexed)] for index in indexed
+    ]
     unscored = [[q[i].label for q in questions if math.isnan(q[i].score)] for i in range(len(arms))]
     return Pairing(" + ".join(keys), scored, unpaired, unscored)
 
@@ -69,7 +73,11 @@ def _indexed(arm: Sequence[Record], keys: tuple[str, ...]) -> dict[tuple, Record
 def _natural(record: Record) -> tuple:
     """Order of documents: 2 before 10."""
     name = record.doc_id or ""
-    return (record.task, (0, int(name), "") if name.isascii() and name.isdecimal() else (1, 0, name), record.doc_hash or "")
+    return (
+        record.task,
+        (0, int(name), "") if name.isascii() and name.isdecimal() else (1, 0, name),
+        record.doc_hash or "",
+    )
 
 
 def _refuse_mismatch(reference: dict[tuple, Record], other: dict[tuple, Record]) -> None:
@@ -85,7 +93,11 @@ def _refuse_mismatch(reference: dict[tuple, Record], other: dict[tuple, Record])
         for what in ("doc_hash", "prompt_hash", "target_hash"):
             mine, theirs = getattr(a, what), getattr(b, what)
             if mine is not None and theirs is not None and mine != theirs:
-                reason = {"doc_hash": "is another document", "prompt_hash": "has another prompt", "target_hash": "has another target"}[what]
+                reason = {
+                    "doc_hash": "is another document",
+                    "prompt_hash": "has another prompt",
+                    "target_hash": "has another target",
+                }[what]
                 raise UsageError(
                     f"document {a.label} ({b.source}) {reason} than in {a.source}: {what} {theirs[:12]}, not {mine[:12]}; "
                     "compare runs of one task version, prompt template and few-shot seed"
@@ -98,7 +110,10 @@ def tie_breakers(questions: Sequence[tuple[Record, ...]]) -> list[str]:
 
 
 def lengths(
-    questions: Sequence[tuple[Record, ...]], names: Sequence[str], count: Callable[[str], int] | None, tokenizer: str | None
+    questions: Sequence[tuple[Record, ...]],
+    names: Sequence[str],
+    count: Callable[[str], int] | None,
+    tokenizer: str | None,
 ) -> tuple[str, np.ndarray, list[str]]:
     """(unit, `[arms, questions]` median length over a question's answers, warnings); NaN where it is not known.
 
@@ -118,7 +133,11 @@ def lengths(
     for arm, name in enumerate(names):
         use_records = recorded[0] and recorded[arm]
         if recorded[0] and not recorded[arm]:
-            how = f"are counted by {tokenizer} in the logged text" if count else "are not known: pass --tokenizer to count them in the text"
+            how = (
+                f"are counted by {tokenizer} in the logged text"
+                if count
+                else "are not known: pass --tokenizer to count them in the text"
+            )
             warnings.append(f"{name} records no token counts; its lengths {how}.")
         measure = len if characters else count
         for i, question in enumerate(questions):

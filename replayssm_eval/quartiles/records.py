@@ -8,15 +8,29 @@ from typing import Any
 
 from replayssm_emulation import UsageError
 
-from .sample_log import Log, Row, clean, filter_of
+from .sample_log import Log, SampleRow, clean, filter_of
 
 _NOT_METRICS = {
-    *("doc", "target", "arguments", "doc_id", "doc_hash", "prompt_hash", "target_hash", "filter", "resps", "filtered_resps", "metrics"),
+    *(
+        "doc",
+        "target",
+        "arguments",
+        "doc_id",
+        "doc_hash",
+        "prompt_hash",
+        "target_hash",
+        "filter",
+        "resps",
+        "filtered_resps",
+        "metrics",
+    ),
     *("tokens", "stop", "looped", "extracted", "repeat", "raw", "status"),
 }
 _NOTHING = {"[invalid]", ""}  # lm-eval's regex filters put the first where nothing matches
 _UNIT, _LONGEST_UNIT, _COPIES = 20, 1000, 5
-LOOP_RULE = f"the answer ends in {_COPIES} or more copies in a row of one stretch of {_UNIT} to {_LONGEST_UNIT} characters"
+LOOP_RULE = (
+    f"the answer ends in {_COPIES} or more copies in a row of one stretch of {_UNIT} to {_LONGEST_UNIT} characters"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,9 @@ def choose_metric(log: Log, filter_name: str | None, wanted: str | None) -> str:
     if len(fitting) == 1:
         return fitting[0]
     how_many = "several metrics" if fitting else "no metric"
-    raise UsageError(f"{log.path}: no exact_match and {how_many} of 0 and 1; choose with --metric: {', '.join(keys) or 'none there'}")
+    raise UsageError(
+        f"{log.path}: no exact_match and {how_many} of 0 and 1; choose with --metric: {', '.join(keys) or 'none there'}"
+    )
 
 
 def _zero_or_one(value: Any) -> bool:
@@ -100,7 +116,9 @@ def records(log: Log, filter_name: str | None, metric: str) -> tuple[list[Record
             if _content(earlier) != _content(record):
                 lines = f"lines {earlier.line} and" if earlier.file == record.file else f"{earlier.source} and line"
                 hint = "; two filters without names?" if earlier.texts == record.texts else ""
-                raise UsageError(f"{record.file} {lines} {record.line}: document {record.label} is there twice and differs{hint}")
+                raise UsageError(
+                    f"{record.file} {lines} {record.line}: document {record.label} is there twice and differs{hint}"
+                )
             dropped += 1
         else:
             first = merged.get(question)
@@ -117,11 +135,13 @@ def _joined(a: Record, b: Record) -> Record:
     """Two repeats of one question."""
     if (a.doc_hash, a.prompt_hash, a.target_hash) != (b.doc_hash, b.prompt_hash, b.target_hash):
         raise UsageError(f"{a.source} and {b.source}: repeats of document {a.label} ask different questions")
-    values = {f.name: getattr(a, f.name) for f in fields(a)} | {name: getattr(a, name) + getattr(b, name) for name in _PER_ANSWER}
+    values = {f.name: getattr(a, f.name) for f in fields(a)} | {
+        name: getattr(a, name) + getattr(b, name) for name in _PER_ANSWER
+    }
     return Record(**values | {"overruled": a.overruled + b.overruled})
 
 
-def _record(row: Row, metric: str) -> Record:
+def _record(row: SampleRow, metric: str) -> Record:
     values, where = row.values, row.source
     if metric not in values:
         known = ", ".join(sorted(set(values) - _NOT_METRICS)) or "none"
@@ -136,7 +156,8 @@ def _record(row: Row, metric: str) -> Record:
     scores = tuple(score if good or math.isnan(score) else 0.0 for score, good in zip(scored, usable, strict=True))
     flags = _each(values, "looped", len(texts), where)
     identity = {
-        key: None if values.get(key) is None else clean(str(values[key])) for key in ("doc_id", "doc_hash", "prompt_hash", "target_hash")
+        key: None if values.get(key) is None else clean(str(values[key]))
+        for key in ("doc_id", "doc_hash", "prompt_hash", "target_hash")
     }
     return Record(
         row.file,
@@ -147,8 +168,13 @@ def _record(row: Row, metric: str) -> Record:
         texts=texts,
         tokens=tuple(_tokens(value, where) for value in _each(values, "tokens", len(texts), where)),
         extracted=extracted,
-        truncated=tuple(None if stop is None else stop == "length" for stop in _each(values, "stop", len(texts), where)),
-        looped=tuple(bool(flag) if flag is not None else None if t is None else loops(t) for flag, t in zip(flags, texts, strict=True)),
+        truncated=tuple(
+            None if stop is None else stop == "length" for stop in _each(values, "stop", len(texts), where)
+        ),
+        looped=tuple(
+            bool(flag) if flag is not None else None if t is None else loops(t)
+            for flag, t in zip(flags, texts, strict=True)
+        ),
         overruled=sum(a != b for a, b in zip(scored, scores, strict=True) if not math.isnan(a)),
     )
 
@@ -158,7 +184,9 @@ def _leaves(value: Any, where: str = "") -> list[Any]:
     if not isinstance(value, list):
         return [value]
     if len(value) == 2 and str(value[1]) in ("True", "False") and _is_number(value[0]):
-        raise UsageError(f"{where}: a log-likelihood, not an answer: multiple-choice tasks generate nothing that has a length")
+        raise UsageError(
+            f"{where}: a log-likelihood, not an answer: multiple-choice tasks generate nothing that has a length"
+        )
     return [leaf for item in value for leaf in _leaves(item, where)]
 
 

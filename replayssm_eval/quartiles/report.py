@@ -64,7 +64,9 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 
 def _with_interval(value: float | None, interval: list[float] | None, sign: str = "") -> str:
-    return _percent(value, sign) + (f" [{_percent(interval[0], sign)}, {_percent(interval[1], sign)}]" if interval else "")
+    return _percent(value, sign) + (
+        f" [{_percent(interval[0], sign)}, {_percent(interval[1], sign)}]" if interval else ""
+    )
 
 
 def _difference(ended: dict[str, Any] | None) -> str:
@@ -91,20 +93,28 @@ def title(result: dict[str, Any], variant: dict[str, Any]) -> str:
 def reading(result: dict[str, Any], variant: dict[str, Any]) -> list[str]:
     """Plain sentences about one arm; none claims that nothing was lost."""
     name, unit = variant["name"], result["length_unit"]
-    cells = [(length_label(b), c) for b, c in zip(result["bins"], variant["bins"], strict=True)] + [("", variant["overall"])]
+    cells = [(length_label(b), c) for b, c in zip(result["bins"], variant["bins"], strict=True)] + [
+        ("", variant["overall"])
+    ]
     lines = []
     for label, cell in cells:
         if cell["verdict"] in (LOSS, GAIN):
             p = f"p {_p(cell['mcnemar_p'])}" if variant["role"] == "control" else f"Holm p {_p(cell['holm_p'])}"
             counts = f"{cell['losses']} of {cell['n']} questions lost, {cell['gains']} won"
-            lines.append(f"{name}: {cell['verdict']} {_where([label], unit)}: {_percent(cell['difference'], '+')} points ({counts}; {p}).")
+            lines.append(
+                f"{name}: {cell['verdict']} {_where([label], unit)}: {_percent(cell['difference'], '+')} points ({counts}; {p})."
+            )
     unclear = [(label, cell["detectable_difference"]) for label, cell in cells if cell["verdict"] == UNDECIDED]
     if unclear:
         limits = [limit for _, limit in unclear if limit is not None]
         missed = f"; a difference below {_range(limits)} points would often be missed" if limits else ""
-        lines.append(f"{name}: not distinguishable from the reference {_where([label for label, _ in unclear], unit)}{missed}.")
+        lines.append(
+            f"{name}: not distinguishable from the reference {_where([label for label, _ in unclear], unit)}{missed}."
+        )
     if ties := [label for label, cell in cells if cell["verdict"] == IN_CONTROL and not cell["gains"] + cell["losses"]]:
-        lines.append(f"{name}: no question is lost or won {_where(ties, unit)}, as in the control; that is not proof of no loss.")
+        lines.append(
+            f"{name}: no question is lost or won {_where(ties, unit)}, as in the control; that is not proof of no loss."
+        )
     if inside := [label for label, cell in cells if cell["verdict"] == IN_CONTROL and label not in ties]:
         lines.append(f"{name}: undecided {_where(inside, unit)}: no further from the reference than the control is.")
     trend = variant["trend"]
@@ -115,8 +125,12 @@ def reading(result: dict[str, Any], variant: dict[str, Any]) -> list[str]:
             IN_CONTROL: "has no steeper trend with length than the control's",
             UNDECIDED: "has no trend with length that can be told from chance",
         }[trend["verdict"]]
-        p = f"p {_p(trend['p'])}" + (f", Holm p {_p(trend['holm_p'])}" if trend["holm_p"] not in (None, trend["p"]) else "")
-        lines.append(f"{name}: the difference {says}: {_percent(trend['slope'], '+')} points per doubling of the length, {p}.")
+        p = f"p {_p(trend['p'])}" + (
+            f", Holm p {_p(trend['holm_p'])}" if trend["holm_p"] not in (None, trend["p"]) else ""
+        )
+        lines.append(
+            f"{name}: the difference {says}: {_percent(trend['slope'], '+')} points per doubling of the length, {p}."
+        )
     if variant["role"] == "control" and any(cell["verdict"] in (LOSS, GAIN) for _, cell in cells):
         lines.append(
             f"{name} differs from the reference by more than chance allows: find out why before you trust a difference of a scheme."
@@ -138,7 +152,10 @@ def _range(limits: list[float]) -> str:
 
 
 def _render(template: str, result: dict[str, Any], escape: bool, **more: Any) -> str:
-    arms = [{"title": title(result, v), "rows": rows(result, v), "reading": reading(result, v), **v} for v in result["variants"]]
+    arms = [
+        {"title": title(result, v), "rows": rows(result, v), "reading": reading(result, v), **v}
+        for v in result["variants"]
+    ]
     environment = report._environment(escape)
     environment.globals.update(length_label=length_label, percent=_percent)
     return environment.get_template(template).render(result=result, columns=COLUMNS, arms=arms, **more)

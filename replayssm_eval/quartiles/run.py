@@ -56,7 +56,11 @@ def run_quartiles(
         bins=bins,
         allow_cut=allow_cut,
     )
-    folder = Path(output) if output is not None else results.default_output("quartiles", re.sub(r"[^\w.-]+", "-", result["task"]))
+    folder = (
+        Path(output)
+        if output is not None
+        else results.default_output("quartiles", re.sub(r"[^\w.-]+", "-", result["task"]))
+    )
     results.check_output(folder, overwrite, None)
     result = results.jsonable({**result, "provenance": results.provenance(started)})
     _write(folder, result, table)
@@ -85,9 +89,13 @@ def evaluate(
     chosen_metric = choose_metric(logs[0], chosen_filter, metric)
     read = [records(log, chosen_filter, chosen_metric) for log in logs]
     paired = pairing.pair([arm for arm, _ in read])
-    unit, length, warnings = pairing.lengths(paired.questions, names, _counter(tokenizer) if tokenizer else None, tokenizer)
+    unit, length, warnings = pairing.lengths(
+        paired.questions, names, _counter(tokenizer) if tokenizer else None, tokenizer
+    )
     questions = [[question[i] for question in paired.questions] for i in range(len(logs))]
-    arms = [_arm(name, role, own, known) for name, role, own, known in zip(names, roles, questions, length, strict=True)]
+    arms = [
+        _arm(name, role, own, known) for name, role, own, known in zip(names, roles, questions, length, strict=True)
+    ]
     averaged = any(len(r.scores) != 1 or r.scores[0] not in (0.0, 1.0) for own in questions for r in own)
     tie = pairing.tie_breakers(paired.questions)
     compared = compare(arms, tie, bins, averaged)
@@ -105,7 +113,9 @@ def evaluate(
             "unpaired": unpaired,
             "no_score": unscored,
         }
-        for log, role, (arm, dropped), unpaired, unscored in zip(logs, roles, read, paired.unpaired, paired.unscored, strict=True)
+        for log, role, (arm, dropped), unpaired, unscored in zip(
+            logs, roles, read, paired.unpaired, paired.unscored, strict=True
+        )
     ]
     result = {
         "schema": SCHEMA,
@@ -126,9 +136,13 @@ def _arms(paths: list[Path], controls: Sequence[str], names: Sequence[str]) -> t
     """(path, role, name) of every arm: the reference, the variants, the controls that are none of these."""
     given = [clean(name) for name in names]
     labels = given[: len(paths)] or _default_names(paths)
-    roles = ["reference"] + ["control" if re.search(r"(?<![a-z0-9])control(?![a-z0-9])", n.lower()) else "scheme" for n in labels[1:]]
+    roles = ["reference"] + [
+        "control" if re.search(r"(?<![a-z0-9])control(?![a-z0-9])", n.lower()) else "scheme" for n in labels[1:]
+    ]
     for control in controls:
-        matches = [i for i in range(1, len(paths)) if i < len(labels) and (labels[i] == control or paths[i] == Path(control))]
+        matches = [
+            i for i in range(1, len(paths)) if i < len(labels) and (labels[i] == control or paths[i] == Path(control))
+        ]
         if matches:
             roles[matches[0]] = "control"
         elif Path(control).exists():
@@ -143,7 +157,9 @@ def _arms(paths: list[Path], controls: Sequence[str], names: Sequence[str]) -> t
     if len(paths) < 2:
         raise UsageError("nothing to compare: pass at least one variant, or a --control, after the reference")
     if given and len(given) != len(paths):
-        raise UsageError(f"--name is given {len(given)} times for {len(paths)} arms: name all, in order, the reference first, or none")
+        raise UsageError(
+            f"--name is given {len(given)} times for {len(paths)} arms: name all, in order, the reference first, or none"
+        )
     labels = given or _default_names(paths)
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise UsageError(f"two arms are called {twice[0]!r}: name all arms with --name")
@@ -179,14 +195,18 @@ def _counter(tokenizer: str) -> Callable[[str], int]:
             from ..models.hub import hub_reachable
             from ..models.loading import location_of
 
-            logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of texts longer than the model's window
+            logging.getLogger("transformers").setLevel(
+                logging.ERROR
+            )  # it warns of texts longer than the model's window
             location = location_of(tokenizer)
             local = Path(location).is_dir() or not hub_reachable()
             try:
                 loaded.append(AutoTokenizer.from_pretrained(location, local_files_only=local))
             except Exception as error:  # damaged files raise whatever their parser raises
                 reason = " ".join(str(error).split())[:200]
-                raise UsageError(f"--tokenizer {tokenizer} cannot be loaded: {reason}; pass a hub id or a local folder") from None
+                raise UsageError(
+                    f"--tokenizer {tokenizer} cannot be loaded: {reason}; pass a hub id or a local folder"
+                ) from None
         return len(loaded[0](text, add_special_tokens=False)["input_ids"])
 
     return count
@@ -213,7 +233,9 @@ def _notes(sources: Sequence[dict[str, Any]], paired_on: str) -> list[str]:
     """What was left out, chosen or overruled while reading."""
     notes = []
     if paired_on != "doc_hash + prompt_hash":
-        notes.append(f"Paired on {paired_on} alone: the logs lack hashes, so that a change of documents or prompts would not be seen.")
+        notes.append(
+            f"Paired on {paired_on} alone: the logs lack hashes, so that a change of documents or prompts would not be seen."
+        )
     for arm in sources:
         if len(arm["filters"]) > 1:
             notes.append(f"{arm['name']}: rows per filter: {', '.join(f'{n} {f}' for f, n in arm['filters'].items())}.")
@@ -248,7 +270,9 @@ def _table(arms: Sequence[Arm], questions: Sequence[Sequence[Record]], which: np
         columns |= {key: [getattr(r, key) for r in own] for key in ("task", "doc_id", "doc_hash", "prompt_hash")}
         columns["bin"] = [int(b) if b >= 0 else None for b in which]
         columns["answers"] = arm.answers.tolist()
-        columns |= {key: optional(getattr(arm, key)) for key in ("score", "length", "truncated", "not_extracted", "looped")}
+        columns |= {
+            key: optional(getattr(arm, key)) for key in ("score", "length", "truncated", "not_extracted", "looped")
+        }
         parts.append(pyarrow.table(columns, schema=_schema(pyarrow)))
     sink = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.concat_tables(parts), sink)
@@ -258,7 +282,9 @@ def _table(arms: Sequence[Arm], questions: Sequence[Sequence[Record]], which: np
 def _schema(pyarrow: Any) -> Any:
     text = [(name, pyarrow.string()) for name in ("arm", "role", "task", "doc_id", "doc_hash", "prompt_hash")]
     whole = [(name, pyarrow.int32()) for name in ("bin", "answers")]
-    return pyarrow.schema(text + whole + [(n, pyarrow.float64()) for n in ("score", "length", "truncated", "not_extracted", "looped")])
+    return pyarrow.schema(
+        text + whole + [(n, pyarrow.float64()) for n in ("score", "length", "truncated", "not_extracted", "looped")]
+    )
 
 
 def _write(folder: Path, result: dict[str, Any], table: bytes) -> None:

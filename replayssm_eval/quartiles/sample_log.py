@@ -24,7 +24,7 @@ _UNUSED = ("doc", "arguments")  # most of a log's bytes
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRow:
     """One row and where it stands. task: only where several tasks are pooled, else ""."""
 
     file: Path
@@ -45,7 +45,7 @@ class Log:
     path: Path
     task: str
     files: dict[Path, str]  # SHA-256 of each
-    rows: list[Row]
+    rows: list[SampleRow]
     cut: int = 0
     filters: dict[str | None, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -69,11 +69,13 @@ def read_log(path: Path, name: str, task: str | None = None, allow_cut: bool = F
         for line, row in _rows(file, data):
             if row is None:
                 if not allow_cut:
-                    raise UsageError(f"{file} line {line}: cut off: the run that wrote it did not end; pass --allow-cut to leave it out")
+                    raise UsageError(
+                        f"{file} line {line}: cut off: the run that wrote it did not end; pass --allow-cut to leave it out"
+                    )
                 log.cut += 1
                 continue
             kept = {key: value for key, value in row.items() if key not in _UNUSED}
-            log.rows.append(Row(file, line, file_task if len(tasks) > 1 else "", kept))
+            log.rows.append(SampleRow(file, line, file_task if len(tasks) > 1 else "", kept))
     if not log.rows:
         raise UsageError(f"{path}: no samples in it")
     log.filters = dict(Counter(filter_of(row) for row in log.rows))
@@ -185,7 +187,7 @@ def clean(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def filter_of(row: Row) -> str | None:
+def filter_of(row: SampleRow) -> str | None:
     """The row's filter; None where the log names none."""
     name = row.values.get("filter")
     return None if name is None else clean(str(name))
@@ -194,7 +196,9 @@ def filter_of(row: Row) -> str | None:
 def choose_filter(logs: Sequence[Log], wanted: str | None) -> str | None:
     """The filter whose rows count: `wanted`, or the only one. None when no row names its filter."""
     names = {name for log in logs for name in log.filters if name is not None}
-    listing = "; ".join(f"{log.name}: " + ", ".join(f"{f or 'no name'} ({n} rows)" for f, n in log.filters.items()) for log in logs)
+    listing = "; ".join(
+        f"{log.name}: " + ", ".join(f"{f or 'no name'} ({n} rows)" for f, n in log.filters.items()) for log in logs
+    )
     if wanted is None:
         if len(names) > 1:
             raise UsageError(f"several filters, choose one with --filter: {listing}")

@@ -130,9 +130,13 @@ def provenance(started: datetime.datetime) -> dict[str, Any]:
     except ImportError:  # Windows
         peak = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    peaks = [torch.cuda.max_memory_allocated(device) / 2**30 for device in range(torch.cuda.device_count())] if gpu else []
+    peaks = (
+        [torch.cuda.max_memory_allocated(device) / 2**30 for device in range(torch.cuda.device_count())] if gpu else []
+    )
     return {
-        "command": shlex.join(["replayssm-eval" if "replayssm" in sys.argv[0] else Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(
+            ["replayssm-eval" if "replayssm" in sys.argv[0] else Path(sys.argv[0]).name, *sys.argv[1:]]
+        ),
         "commit": _commit(),
         "versions": versions,
         "python": platform.python_version(),

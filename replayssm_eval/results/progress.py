@@ -21,7 +21,7 @@ class Progress:
         return "KL of this chunk: " + "  ".join(f"{name} {value:.2g}" for name, value in self.kl.items())
 
 
-class Report(Protocol):
+class OnProgress(Protocol):
     """What a run calls after every chunk."""
 
     def __call__(self, progress: Progress, /) -> Any: ...
@@ -32,8 +32,8 @@ def silent(_: Progress) -> None:
 
 
 @contextmanager
-def on_stderr(quiet: bool = False) -> Iterator[Report]:
-    """A `Report` for people; `quiet` for none."""
+def on_stderr(quiet: bool = False) -> Iterator[OnProgress]:
+    """A `OnProgress` for people; `quiet` for none."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -43,7 +43,12 @@ def on_stderr(quiet: bool = False) -> Iterator[Report]:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task("loading", total=None)
             # A second line for the numbers: beside the bar they would push it off a narrow terminal.
@@ -60,7 +65,11 @@ def on_stderr(quiet: bool = False) -> Iterator[Report]:
         def line(p: Progress) -> None:
             nonlocal started, first
             # The first chunk pays for start-up (and a resumed run begins late): the rest is timed from its end.
-            eta = "" if first is None else f"  ETA {(time.monotonic() - started) / (p.done - first) * (p.total - p.done):.0f} s"
+            eta = (
+                ""
+                if first is None
+                else f"  ETA {(time.monotonic() - started) / (p.done - first) * (p.total - p.done):.0f} s"
+            )
             if first is None:
                 started, first = time.monotonic(), p.done
             print(f"{p.book}: {p.done}/{p.total} tokens{eta}  {p.running()}", file=sys.stderr, flush=True)

@@ -60,7 +60,9 @@ def documents(task: str, rows: Iterable[Row], source: str) -> list[dict[str, Any
         try:
             document = _FROM_ROW[task](row)
         except KeyError as error:
-            raise UsageError(f"{task}: {source} row {index}: no field {error.args[0]!r}; found {', '.join(map(str, row))}") from None
+            raise UsageError(
+                f"{task}: {source} row {index}: no field {error.args[0]!r}; found {', '.join(map(str, row))}"
+            ) from None
         except _BadRowError as error:
             raise UsageError(f"{task}: {source} row {index}: {error}") from None
         if document is not None:
@@ -109,7 +111,10 @@ def choice_order(question: str, choices: Sequence[str]) -> list[int]:
 
 def _from_gpqa(row: Row) -> dict[str, Any]:
     question = _text(row, "Question")
-    choices = [_text(row, field) for field in ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")]
+    choices = [
+        _text(row, field)
+        for field in ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    ]
     order = choice_order(question, choices)
     return {
         "question": question,
@@ -130,7 +135,12 @@ def _from_mmlu_pro(row: Row) -> dict[str, Any]:
     answer = _text(row, "answer").upper()
     if not 2 <= len(choices) <= len(LETTERS) or answer not in LETTERS[: len(choices)] or len(answer) != 1:
         raise _BadRowError(f"answer {answer!r:.20} is not the letter of one of {len(choices)} options")
-    return {"question": _text(row, "question"), "choices": choices, "answer": answer, "subject": str(row.get("category") or "")}
+    return {
+        "question": _text(row, "question"),
+        "choices": choices,
+        "answer": answer,
+        "subject": str(row.get("category") or ""),
+    }
 
 
 _FROM_ROW: dict[str, Callable[[Row], dict[str, Any] | None]] = {

@@ -183,7 +183,9 @@ _KINDS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
     "run": lambda text, document: extract_run(text),
 }
 
-_PHRASE = re.compile(r"(?i:\b(?:answers?|option|choice)\b[*_\s]*(?:is|are|would\s+be|must\s+be|should\s+be|:|=)|####)[\s:*_]*")
+_PHRASE = re.compile(
+    r"(?i:\b(?:answers?|option|choice)\b[*_\s]*(?:is|are|would\s+be|must\s+be|should\s+be|:|=)|####)[\s:*_]*"
+)
 
 
 def _phrases(text: str) -> Iterator[str]:

@@ -25,7 +25,9 @@ class FinalAnswer(Filter):
         self.kind = kind
 
     def apply(self, resps: Iterable[Sequence[str]], docs: Sequence[Document]) -> list[list[str]]:
-        return [[filtered(self.kind, response, doc) for response in of_doc] for of_doc, doc in zip(resps, docs, strict=True)]
+        return [
+            [filtered(self.kind, response, doc) for response in of_doc] for of_doc, doc in zip(resps, docs, strict=True)
+        ]
 
 
 def filtered(kind: str, response: str, document: Document) -> str:

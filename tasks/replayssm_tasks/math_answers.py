@@ -77,7 +77,11 @@ def _without_text(text: str) -> str:
     r"""\text{...} beside a value is a unit and goes; `and` and `or` separate the parts of a list; alone it is the answer."""
     text = re.sub(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s", ",", text)
     rest = _TEXT.sub(" ", text)
-    return rest if rest.strip(" .,;:=") and not rest.rstrip(" .").endswith(("=", "+", "-", "*", "/")) else _TEXT.sub(r" \1 ", text)
+    return (
+        rest
+        if rest.strip(" .,;:=") and not rest.rstrip(" .").endswith(("=", "+", "-", "*", "/"))
+        else _TEXT.sub(r" \1 ", text)
+    )
 
 
 def _join_thousands(text: str) -> str:
@@ -165,7 +169,11 @@ def _same_by_parts(a: str, b: str) -> bool:
     if _same_value(a, b):
         return True
     bare_a, bare_b = _without_words(a), _without_words(b)
-    return (bare_a, bare_b) != (a, b) and not (_LETTER.search(bare_a) or _LETTER.search(bare_b)) and _same_value(bare_a, bare_b)
+    return (
+        (bare_a, bare_b) != (a, b)
+        and not (_LETTER.search(bare_a) or _LETTER.search(bare_b))
+        and _same_value(bare_a, bare_b)
+    )
 
 
 _MEMBER = re.compile(r"\\in(?![A-Za-z])")

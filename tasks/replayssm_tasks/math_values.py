@@ -48,7 +48,22 @@ _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "ln": cmath.log,
     "exp": cmath.exp,
 }
-_GREEK = {"alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "nu", "rho", "sigma", "tau", "phi", "omega"}
+_GREEK = {
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "theta",
+    "lambda",
+    "mu",
+    "nu",
+    "rho",
+    "sigma",
+    "tau",
+    "phi",
+    "omega",
+}
 _NO_FACTOR = {"", *r"+-*/^_!,;:=<>&%)]}'"}
 _EXACT_BITS = 40_000  # larger powers are compared as text
 

@@ -57,7 +57,9 @@ def _lap(steps: Sequence[int], left: int) -> str:
     return ".".join(f"{left:03}") + "".join(symbols)
 
 
-def documents(n: int, seed: int = 0, lengths: Sequence[int] = LENGTHS, letters: int = LETTERS, split: str = "test") -> list[dict[str, Any]]:
+def documents(
+    n: int, seed: int = 0, lengths: Sequence[int] = LENGTHS, letters: int = LETTERS, split: str = "test"
+) -> list[dict[str, Any]]:
     """n documents with log-uniform answer lengths: {"prompt", "answer", "laps", "length"}."""
     return list(islice(_stream(seed, lengths, letters, split), n))
 
@@ -72,7 +74,9 @@ def _stream(seed: int, lengths: Sequence[int], letters: int, split: str) -> Iter
         raise UsageError(f"replayssm_progression: letters must be 1 to 26, not {letters}")
     lap = 6 + 2 * letters
     if len(lengths) != 2 or not 1 <= lengths[0] <= lengths[1]:
-        raise UsageError(f"replayssm_progression: lengths must be two rising numbers of characters, not {list(lengths)}")
+        raise UsageError(
+            f"replayssm_progression: lengths must be two rising numbers of characters, not {list(lengths)}"
+        )
     low, high = (math.log(max(1, length / lap)) for length in lengths)
     return (_document(random.Random(f"{split} {seed} {index}"), low, high, letters, split) for index in count())
 

@@ -62,7 +62,11 @@ def task_config(
         documents(name, read_rows(path), path)  # a bad file is an error now, not after the model has loaded
         for key in ("dataset_path", "dataset_name", "process_docs"):
             config.pop(key, None)
-        config |= {"custom_dataset": local, "dataset_kwargs": {"local_path": path, "local_task": name}, "test_split": "test"}
+        config |= {
+            "custom_dataset": local,
+            "dataset_kwargs": {"local_path": path, "local_task": name},
+            "test_split": "test",
+        }
     if max_gen_toks is not None:
         if max_gen_toks < 1:
             raise UsageError(f"{name}: max_gen_toks must be positive, not {max_gen_toks}")

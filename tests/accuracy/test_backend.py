@@ -14,18 +14,27 @@ from replayssm_eval.accuracy import backend as lm_backend
 from replayssm_eval.accuracy.backend import ReplayLM, document_of
 from replayssm_eval.models.loading import location_of
 
-PROMPTS = ["The whale ", "Call me Ishmael. Some years ago", "It was a dark and stormy night; the rain fell in torrents, and "]
+PROMPTS = [
+    "The whale ",
+    "Call me Ishmael. Some years ago",
+    "It was a dark and stormy night; the rain fell in torrents, and ",
+]
 COMMON = {"device": "cpu", "dtype": "float32"}
 
 
 def generate(lm, prompts, tokens=36) -> list[str]:
     arguments = {"until": ["\n\n"], "max_gen_toks": tokens, "do_sample": False}
-    return lm.generate_until([Instance("generate_until", {}, (p, arguments), i) for i, p in enumerate(prompts)], disable_tqdm=True)
+    return lm.generate_until(
+        [Instance("generate_until", {}, (p, arguments), i) for i, p in enumerate(prompts)], disable_tqdm=True
+    )
 
 
 def score(lm, pairs) -> list[float]:
     return [
-        value for value, _ in lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)], disable_tqdm=True)
+        value
+        for value, _ in lm.loglikelihood(
+            [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)], disable_tqdm=True
+        )
     ]
 
 
@@ -132,8 +141,24 @@ def test_lm_evals_own_command_line(tmp_path) -> None:
         "generation_kwargs:\n  until: [\"\\n\\n\"]\n  max_gen_toks: 8\n  do_sample: false\n"
         "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"
     )  # fmt: skip
-    command = [sys.executable, "-m", "replayssm_eval.lm_eval", "run", "--model", "replayssm", "--tasks", "replayssm_toy"]
-    command += ["--model_args", "pretrained=tiny-mamba2,scheme=nvfp4/fp16@16,dtype=float32", "--device", "cpu", "--batch_size", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "replayssm_eval.lm_eval",
+        "run",
+        "--model",
+        "replayssm",
+        "--tasks",
+        "replayssm_toy",
+    ]
+    command += [
+        "--model_args",
+        "pretrained=tiny-mamba2,scheme=nvfp4/fp16@16,dtype=float32",
+        "--device",
+        "cpu",
+        "--batch_size",
+        "3",
+    ]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -153,11 +178,15 @@ def test_lm_evals_own_command_line(tmp_path) -> None:
     ],
     ids=["marks", "told-mark", "opened-by-the-prompt", "cut-while-thinking", "no-thinking"],
 )
-def test_stop_strings_count_behind_the_thinking_part(rounded, monkeypatch, prompt, reply, answer, stop, options) -> None:
+def test_stop_strings_count_behind_the_thinking_part(
+    rounded, monkeypatch, prompt, reply, answer, stop, options
+) -> None:
     """E1: a generic stop string inside the thinking part neither ends the generation nor cuts the answer."""
     ids = torch.tensor(rounded.tok_encode(reply))
 
-    def say(model, input_ids, logits_processor, stopping_criteria, generation_config, ended=None, session=None, **kwargs):
+    def say(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, ended=None, session=None, **kwargs
+    ):
         for n in range(len(ids)):
             out = torch.cat([input_ids, ids[None, : n + 1]], dim=1)
             if ended(ids[None, : n + 1], torch.tensor([0])).all():

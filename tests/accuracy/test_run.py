@@ -23,7 +23,13 @@ from replayssm_eval.quartiles.run import run_quartiles
 from replayssm_eval.results.files import code_digest
 
 TASK = "replayssm_progression"
-SHORT = {"schemes": ["nvfp4@5"], "limit": 5, "batch_size": 2, "max_gen_toks": 12, "metadata": {"progression_lengths": [30, 60]}}
+SHORT = {
+    "schemes": ["nvfp4@5"],
+    "limit": 5,
+    "batch_size": 2,
+    "max_gen_toks": 12,
+    "metadata": {"progression_lengths": [30, 60]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +63,9 @@ def canned(monkeypatch):
             prompts = [lm.tok_decode(ids) for ids in context.tolist()]
             said = [lm.tokenizer(reply(p, row))["input_ids"] for p, row in zip(prompts, lm.session.rows, strict=True)]
             room = max_length - context.shape[1]
-            return torch.cat([context, torch.tensor([ids + [lm.eot_token_id] * (room - len(ids)) for ids in said])], dim=1)
+            return torch.cat(
+                [context, torch.tensor([ids + [lm.eot_token_id] * (room - len(ids)) for ids in said])], dim=1
+            )
 
         monkeypatch.setattr(HFLM, "_model_generate", generate)
 
@@ -65,7 +73,10 @@ def canned(monkeypatch):
 
 
 def rows(folder, task=TASK):
-    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / f"samples_{task}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (folder / f"samples_{task}.jsonl").read_text().splitlines()
+    ]
 
 
 def test_every_arm_answers_every_document(tiny, tmp_path) -> None:
@@ -97,12 +108,16 @@ def test_a_killed_run_goes_on_and_ends_the_same(tiny, tmp_path) -> None:
     assert len(rows(tmp_path / "cut" / "nvfp4@5")) == 2  # one batch
     resumed = run_accuracy(options, tmp_path / "cut", resume=True, loaded=tiny)
     for name in whole:
-        assert (whole[name] / f"samples_{TASK}.jsonl").read_bytes() == (resumed[name] / f"samples_{TASK}.jsonl").read_bytes()
+        assert (whole[name] / f"samples_{TASK}.jsonl").read_bytes() == (
+            resumed[name] / f"samples_{TASK}.jsonl"
+        ).read_bytes()
 
 
 def test_answers_of_other_options_are_not_mixed_in(tiny, tmp_path) -> None:
     run_accuracy(AccuracyOptions(**{**SHORT, "limit": 2}), tmp_path / "out", loaded=tiny)
-    run_accuracy(AccuracyOptions(**{**SHORT, "limit": 3}), tmp_path / "out", resume=True, loaded=tiny)  # more of the same
+    run_accuracy(
+        AccuracyOptions(**{**SHORT, "limit": 3}), tmp_path / "out", resume=True, loaded=tiny
+    )  # more of the same
     assert len(rows(tmp_path / "out" / "nvfp4@5")) == 3
     with pytest.raises(UsageError, match="holds answers of other options"):
         run_accuracy(AccuracyOptions(**{**SHORT, "seed": 1}), tmp_path / "out", resume=True, loaded=tiny)
@@ -119,17 +134,28 @@ def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
         return f"{row.scheme} {row.seed} {row.document}"
 
     def run(seed, folder, **more):
-        options = {**SHORT, "schemes": ["nvfp4@5", "nvfp4-rn@5"], "limit": 6, "batch_size": 1, "max_gen_toks": 40, "seed": seed}
+        options = {
+            **SHORT,
+            "schemes": ["nvfp4@5", "nvfp4-rn@5"],
+            "limit": 6,
+            "batch_size": 1,
+            "max_gen_toks": 40,
+            "seed": seed,
+        }
         return run_accuracy(AccuracyOptions(**options), tmp_path / folder, loaded=tiny, **more)
 
     canned(reply)
     whole = {seed: run(seed, f"seed-{seed}") for seed in (1, 2)}
-    assert asked == {(scheme, seed): n for seed in (1, 2) for scheme, n in (("fp32", 12), ("nvfp4@5", 6), ("nvfp4-rn@5", 6))}
+    assert asked == {
+        (scheme, seed): n for seed in (1, 2) for scheme, n in (("fp32", 12), ("nvfp4@5", 6), ("nvfp4-rn@5", 6))
+    }
     for seed, folders in whole.items():
         for name, folder in folders.items():
             said = {row["raw"] for row in rows(folder)}
             assert len(said) == 6
-            assert {text.rpartition(" ")[0] for text in said} == {f"{'fp32' if name in ('reference', 'control') else name} {seed}"}
+            assert {text.rpartition(" ")[0] for text in said} == {
+                f"{'fp32' if name in ('reference', 'control') else name} {seed}"
+            }
 
     asked.clear()
     kill_at = 4  # three answers were given and written
@@ -138,7 +164,9 @@ def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
     assert len(rows(tmp_path / "cut" / "nvfp4@5")) == 3
     kill_at = None
     for name, folder in run(1, "cut", resume=True).items():
-        assert (folder / f"samples_{TASK}.jsonl").read_bytes() == (whole[1][name] / f"samples_{TASK}.jsonl").read_bytes()
+        assert (folder / f"samples_{TASK}.jsonl").read_bytes() == (
+            whole[1][name] / f"samples_{TASK}.jsonl"
+        ).read_bytes()
     assert asked == {("fp32", 1): 12, ("nvfp4@5", 1): 4 + 3, ("nvfp4-rn@5", 1): 6}
 
 
@@ -146,10 +174,18 @@ def test_a_folder_is_not_gone_on_with_by_another_run(tiny, tmp_path, canned) -> 
     """E5: what decides an answer and is not in its name: seed, generation settings, examples, model, revision, documents."""
     canned(lambda prompt, row: "42")
     data, out = tmp_path / "gsm.jsonl", tmp_path / "out"
-    common = {"schemes": ["nvfp4@5"], "limit": 2, "max_gen_toks": 8, "tasks": ["gsm8k"], "task_data": {"replayssm_gsm8k": str(data)}}
+    common = {
+        "schemes": ["nvfp4@5"],
+        "limit": 2,
+        "max_gen_toks": 8,
+        "tasks": ["gsm8k"],
+        "task_data": {"replayssm_gsm8k": str(data)},
+    }
 
     def run(loaded=tiny, question="What is {} + 1?", **change):
-        data.write_text("".join(json.dumps({"question": question.format(i), "answer": f"#### {i + 1}"}) + "\n" for i in range(3)))
+        data.write_text(
+            "".join(json.dumps({"question": question.format(i), "answer": f"#### {i + 1}"}) + "\n" for i in range(3))
+        )
         run_accuracy(AccuracyOptions(**{**common, **change}), out, loaded=loaded, resume=True)
 
     run()
@@ -177,7 +213,14 @@ def test_a_folder_is_not_gone_on_with_by_another_run(tiny, tmp_path, canned) -> 
 
 def test_no_reply_and_no_score_breaks_a_log(tiny, tmp_path, canned, monkeypatch) -> None:
     """E7: half a surrogate pair in every reply, and scores of every kind; NaN has a status, and counts as no answer at all."""
-    scores = [float("nan"), np.float32(1), Decimal(1), Decimal("NaN"), np.int64(1), np.bool_(True)]  # lm-eval sums up two of one kind
+    scores = [
+        float("nan"),
+        np.float32(1),
+        Decimal(1),
+        Decimal("NaN"),
+        np.int64(1),
+        np.bool_(True),
+    ]  # lm-eval sums up two of one kind
     order: dict[str, int] = {}  # of the documents, as they come
 
     def grade(document, response):
@@ -194,7 +237,9 @@ def test_no_reply_and_no_score_breaks_a_log(tiny, tmp_path, canned, monkeypatch)
     for folder in folders.values():
         found = rows(folder)
         assert [row["exact_match"] for row in found] == [None, 1, 1, None, 1, 1]
-        assert [row.get("status") for row in found] == ["no score: exact_match" if i in (0, 3) else None for i in range(6)]
+        assert [row.get("status") for row in found] == [
+            "no score: exact_match" if i in (0, 3) else None for i in range(6)
+        ]
         assert all(row["resps"] == [["0.0.1\ud835"]] and row["raw"].endswith("\ud835") for row in found)
     reference, *others = folders.values()
     result = run_quartiles(reference, others, output=tmp_path / "table")
@@ -205,12 +250,24 @@ def test_no_reply_and_no_score_breaks_a_log(tiny, tmp_path, canned, monkeypatch)
 
 def test_thinking_from_the_reply_to_the_table(tiny, tmp_path, canned) -> None:
     """E1: cut while thinking; a stop string of other tasks inside the thinking part; two end marks; no mark at all."""
-    replies = ["<think> maybe 12, then 17" + ", or 12, or 17" * 3, "<think>a\n\nb</think> 42", "1</think> \\boxed{1}</think> 42", "42"]
+    replies = [
+        "<think> maybe 12, then 17" + ", or 12, or 17" * 3,
+        "<think>a\n\nb</think> 42",
+        "1</think> \\boxed{1}</think> 42",
+        "42",
+    ]
     counts = [len(tiny.tokenizer(reply)["input_ids"]) for reply in replies]
     canned(lambda prompt, row: replies[int(prompt.partition("?")[0].split()[-1])])
     data = tmp_path / "gsm.jsonl"
-    data.write_text("".join(json.dumps({"question": f"What is 42 of {i}?", "answer": "#### 42"}) + "\n" for i in range(4)))
-    options = {"tasks": ["gsm8k"], "task_data": {"replayssm_gsm8k": str(data)}, "max_gen_toks": counts[0], "schemes": ["nvfp4@5"]}
+    data.write_text(
+        "".join(json.dumps({"question": f"What is 42 of {i}?", "answer": "#### 42"}) + "\n" for i in range(4))
+    )
+    options = {
+        "tasks": ["gsm8k"],
+        "task_data": {"replayssm_gsm8k": str(data)},
+        "max_gen_toks": counts[0],
+        "schemes": ["nvfp4@5"],
+    }
     folders = run_accuracy(AccuracyOptions(**options), tmp_path / "out", loaded=tiny)
     found = rows(folders["reference"], "replayssm_gsm8k")
     assert [row["filtered_resps"] for row in found] == [["[invalid]"], ["42"], ["42"], ["42"]]
@@ -220,7 +277,9 @@ def test_thinking_from_the_reply_to_the_table(tiny, tmp_path, canned) -> None:
     result = run_quartiles(reference, others, output=tmp_path / "table")
     assert [b["n"] for b in result["bins"]] == [1, 1, 1, 1]
     assert [cell["accuracy"] for cell in result["reference"]["bins"]] == [1, 1, 1, 0]
-    assert [(cell["truncated"], cell["not_extracted"]) for cell in result["reference"]["bins"]] == [(0, 0)] * 3 + [(1, 1)]
+    assert [(cell["truncated"], cell["not_extracted"]) for cell in result["reference"]["bins"]] == [(0, 0)] * 3 + [
+        (1, 1)
+    ]
     assert "thinking included" in (tmp_path / "table" / "quartiles.md").read_text()
 
 
@@ -288,8 +347,20 @@ def test_the_command_ends_with_the_quartile_table(tiny, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(accuracy, "load", lambda *a, **k: tiny)
     data = tmp_path / "gsm.jsonl"
-    data.write_text("".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"So #### {i + 1}"}) + "\n" for i in range(5)))
-    command = ["accuracy", "--model", "tiny-mamba2", "--task", "gsm8k", "--task-data", f"gsm8k={data}", "--scheme", "nvfp4@5"]
+    data.write_text(
+        "".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"So #### {i + 1}"}) + "\n" for i in range(5))
+    )
+    command = [
+        "accuracy",
+        "--model",
+        "tiny-mamba2",
+        "--task",
+        "gsm8k",
+        "--task-data",
+        f"gsm8k={data}",
+        "--scheme",
+        "nvfp4@5",
+    ]
     command += ["--max-gen-toks", "8", "--batch-size", "5", "--output", str(tmp_path / "out"), "--quiet"]
     monkeypatch.setattr(sys, "argv", ["replayssm-eval", *command])
     with pytest.raises(SystemExit) as caught:

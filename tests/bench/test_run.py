@@ -10,7 +10,9 @@ from replayssm_eval.bench.run import Shape, _scan_work, run_bench
 
 
 def test_it_times_kernels_and_peers() -> None:
-    result = run_bench(["fp32", "nvfp4/fp16@16", "fp8@1"], shape="2x16x32x1", delta_shape="2x16x16x1", tokens=32, rows=3, repeats=1)
+    result = run_bench(
+        ["fp32", "nvfp4/fp16@16", "fp8@1"], shape="2x16x32x1", delta_shape="2x16x16x1", tokens=32, rows=3, repeats=1
+    )
     names = [k["name"] for k in result["kernels"]]
     assert names[:3] == ["scan fp32", "scan nvfp4/fp16@16", "scan fp8@1"]
     assert names[3] == "scan mixed: fp32, nvfp4/fp16@16, fp8@1"
@@ -39,11 +41,17 @@ def test_work_is_counted_as_by_hand() -> None:
     # per token: the state is read and written by a product each; 16 keys are compared, 16 values are added
     assert flops == tokens * (2 * state + 2 * state + 2 * 16 * 32 + 2 * 16 * 2 * 16)
     assert operations == tokens / 16 * state * (8 + 8 + 14)  # nearest read copy, stochastic recurrence copy
-    assert _scan_work(layer, [parse_scheme("fp8@1")], tokens, inputs) == (read_and_written, 0, tokens * state * (4 + 8 + 14))
+    assert _scan_work(layer, [parse_scheme("fp8@1")], tokens, inputs) == (
+        read_and_written,
+        0,
+        tokens * state * (4 + 8 + 14),
+    )
     # The delta rule predicts values from every copy, and compares keys with keys too: of every head, where each has decays.
     more, each = _scan_work(layer, [parse_scheme("nvfp4/fp16@16")], tokens, inputs, "gdn"), 2 * 16 * (1 * 32 + 2 * 16)
     assert more == (read_and_written, tokens * (4 * 2 * state + 2 * each), operations)
-    assert _scan_work(layer, [parse_scheme("fp32@16")], tokens, inputs, "kda")[1] == tokens * (3 * 2 * state + 2 * (each + 2 * 16 * 32))
+    assert _scan_work(layer, [parse_scheme("fp32@16")], tokens, inputs, "kda")[1] == tokens * (
+        3 * 2 * state + 2 * (each + 2 * 16 * 32)
+    )
 
 
 @pytest.mark.parametrize("shape", ["128x64", "128x64x128x7", "ax64x128", "0x64x64", "1x2x3x1x1"])

@@ -12,7 +12,12 @@ from replayssm_eval.models import hub
 def run(*args, cwd=None):
     """(exit code, stdout, stderr) of the command in its own process."""
     done = subprocess.run(
-        [sys.executable, "-m", "replayssm_eval", *args], capture_output=True, text=True, cwd=cwd, timeout=300, check=False
+        [sys.executable, "-m", "replayssm_eval", *args],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=300,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -77,7 +82,10 @@ def test_kl_json_is_what_is_written(tmp_path) -> None:
     assert "moby-dick: 64/64 tokens" in err
     code, out, err = run(*args)
     assert (code, out) == (2, "")
-    assert err == f"replayssm-eval: {tmp_path / 'out'} already holds a run: pass --overwrite, --resume or another --output\n"
+    assert (
+        err
+        == f"replayssm-eval: {tmp_path / 'out'} already holds a run: pass --overwrite, --resume or another --output\n"
+    )
 
 
 def test_kl_prints_a_table_and_where_the_figure_is(main, tmp_path) -> None:
@@ -90,7 +98,9 @@ def test_kl_prints_a_table_and_where_the_figure_is(main, tmp_path) -> None:
 
 def test_config_file_sets_defaults_and_flags_win(main, tmp_path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"scheme: [nvfp4@16, fp8@16]\ntokens: 1000\nchunk_size: 32\nseed: 3\noutput: {tmp_path / 'out'}\n")
+    config.write_text(
+        f"scheme: [nvfp4@16, fp8@16]\ntokens: 1000\nchunk_size: 32\nseed: 3\noutput: {tmp_path / 'out'}\n"
+    )
     code, out, _ = main("kl", "--config", config, "--tokens", 64, "--json", "--quiet")
     assert code == 0
     result = json.loads(out)

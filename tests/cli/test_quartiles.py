@@ -23,8 +23,17 @@ def log(folder, lost=0, flips=0, seed=0, stamp="2026-11-30T08-00-00.5", **more):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for i, good in enumerate(right):
-            hashes = {f"{what}_hash": hashlib.sha256(f"{what} {i}".encode()).hexdigest() for what in ("doc", "prompt", "target")}
-            row = {"doc_id": i, "resps": [["half \ud835 of a pair"]], "filtered_resps": ["4"], "filter": "strict-match", **hashes}
+            hashes = {
+                f"{what}_hash": hashlib.sha256(f"{what} {i}".encode()).hexdigest()
+                for what in ("doc", "prompt", "target")
+            }
+            row = {
+                "doc_id": i,
+                "resps": [["half \ud835 of a pair"]],
+                "filtered_resps": ["4"],
+                "filter": "strict-match",
+                **hashes,
+            }
             row |= {"exact_match": float(good), "tokens": 20 + 5 * i, "stop": "eos", "looped": False, **more}
             file.write(json.dumps(row) + "\n")
     return path
@@ -48,18 +57,41 @@ def test_a_planted_loss_end_to_end(main, runs, tmp_path) -> None:
     out = tmp_path / "out"
     code, text, err = main("quartiles", *arms(runs), "--output", out)
     assert (code, err) == (0, "")
-    assert sorted(p.name for p in out.iterdir()) == [f"quartiles.{end}" for end in ("html", "json", "md", "parquet", "png", "svg")]
+    assert sorted(p.name for p in out.iterdir()) == [
+        f"quartiles.{end}" for end in ("html", "json", "md", "parquet", "png", "svg")
+    ]
     result = json.loads((out / "quartiles.json").read_text())
     assert result["schema"] == "replayssm-eval/quartiles@1"
-    assert (result["task"], result["metric"], result["filter"], result["length_unit"]) == ("gsm8k", "exact_match", "strict-match", "tokens")
-    assert [(b["lo"], b["hi"], b["n"]) for b in result["bins"]] == [(20, 265, 50), (270, 515, 50), (520, 765, 50), (770, 1015, 50)]
+    assert (result["task"], result["metric"], result["filter"], result["length_unit"]) == (
+        "gsm8k",
+        "exact_match",
+        "strict-match",
+        "tokens",
+    )
+    assert [(b["lo"], b["hi"], b["n"]) for b in result["bins"]] == [
+        (20, 265, 50),
+        (270, 515, 50),
+        (520, 765, 50),
+        (770, 1015, 50),
+    ]
     scheme, control = result["variants"]
     assert (scheme["role"], control["role"], control["name"]) == ("scheme", "control", "fp32-again")
     assert [c["verdict"] for c in scheme["bins"]][3] == "loss"
     assert "loss" not in [c["verdict"] for c in (*scheme["bins"][:3], *control["bins"])]
     assert scheme["trend"]["verdict"] == "falls with length"
     assert result["provenance"]["command"].startswith("replayssm-eval quartiles")
-    for column in ("length", "both", "won", "lost", "Holm p", "cut off", "no answer", "looped", "detectable", "verdict"):
+    for column in (
+        "length",
+        "both",
+        "won",
+        "lost",
+        "Holm p",
+        "cut off",
+        "no answer",
+        "looped",
+        "detectable",
+        "verdict",
+    ):
         assert column in text.split("\n")[1]
     assert "loss at 770–1,015 tokens" in text
     assert f"{out}/quartiles.png" in text
@@ -127,7 +159,10 @@ def test_three_questions(main, tmp_path) -> None:
     [
         (["fp32"], "nothing to compare"),
         (["fp32", "nowhere"], "no such file or folder"),
-        (["fp32", "fp32-again", "--control", "nobody"], "--control nobody: neither the name of a variant (fp32-again) nor a file"),
+        (
+            ["fp32", "fp32-again", "--control", "nobody"],
+            "--control nobody: neither the name of a variant (fp32-again) nor a file",
+        ),
         (["fp32", "fp32"], "fp32 is given twice"),
         (["fp32", "--control", "fp32"], "fp32 is given twice"),
         (["fp32", "fp32/model"], "a log compared with itself"),
@@ -152,9 +187,14 @@ def test_bad_usage_is_exit_2_and_one_line(main, runs, tmp_path, monkeypatch, arg
 def test_arms_of_equal_folder_names_are_told_apart(main, tmp_path) -> None:
     log(tmp_path / "fp32" / "out")
     log(tmp_path / "control" / "out")
-    code, text, _ = main("quartiles", tmp_path / "fp32" / "out", tmp_path / "control" / "out", "--output", tmp_path / "q", "--json")
+    code, text, _ = main(
+        "quartiles", tmp_path / "fp32" / "out", tmp_path / "control" / "out", "--output", tmp_path / "q", "--json"
+    )
     assert code == 0
-    assert [(arm["name"], arm["role"]) for arm in json.loads(text)["arms"]] == [("fp32/out", "reference"), ("control/out", "control")]
+    assert [(arm["name"], arm["role"]) for arm in json.loads(text)["arms"]] == [
+        ("fp32/out", "reference"),
+        ("control/out", "control"),
+    ]
 
 
 def test_a_format_keeps_its_colour() -> None:

@@ -7,7 +7,11 @@ from replayssm_emulation import UsageError, philox4x32, state_noise
 KNOWN = [
     ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, 0xFFFFFFFFFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        0x299F31D0A4093822,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
@@ -33,7 +37,15 @@ def noise(seed=0, document=0, layer=0, heads=2, copy=0, positions=(5,), d_v=3, d
 
 def test_every_part_of_the_key_matters() -> None:
     base = noise()
-    changes = ({"seed": 1}, {"seed": 1 << 32}, {"document": 1}, {"layer": 1}, {"copy": 1}, {"positions": (6,)}, {"first_head": 1})
+    changes = (
+        {"seed": 1},
+        {"seed": 1 << 32},
+        {"document": 1},
+        {"layer": 1},
+        {"copy": 1},
+        {"positions": (6,)},
+        {"first_head": 1},
+    )
     for change in changes:
         assert (noise(**change) != base).float().mean() > 0.9, change
 
@@ -60,7 +72,8 @@ def test_global_generator_is_untouched() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": -1}, {"seed": 1 << 64}, {"layer": 1 << 15}, {"document": 1 << 32}, {"first_head": (1 << 16) - 1}]
+    "change",
+    [{"seed": -1}, {"seed": 1 << 64}, {"layer": 1 << 15}, {"document": 1 << 32}, {"first_head": (1 << 16) - 1}],
 )
 def test_out_of_range_keys_are_refused(change) -> None:
     with pytest.raises(UsageError):

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from replayssm_emulation import NoiseKey, UsageError, fixed_window, parse_scheme, quantize, recurrence_steps, recurrence_windows
+from replayssm_emulation import (
+    NoiseKey,
+    UsageError,
+    fixed_window,
+    parse_scheme,
+    quantize,
+    recurrence_steps,
+    recurrence_windows,
+)
 
 SCHEMES = [
     "fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "nvfp4/fp16@16+fold=stored", "nvfp4/fp32@7+flush-reads=read",
@@ -72,9 +80,15 @@ def test_delta_decays_before_it_forms_the_error(form) -> None:
 def test_strong_gates_do_not_overflow(channels) -> None:
     """64 tokens with log-decays of -5 and -0.01 in float32 stay finite and equal the float64 loop to 1e-4."""
     q, k, v, beta, log_decay = inputs(tokens=64, channels=channels)
-    log_decay = torch.where(torch.arange(64).view(-1, *[1] * (log_decay.ndim - 1)) % 2 == 0, -5.0, -0.01).expand_as(log_decay).double()
+    log_decay = (
+        torch.where(torch.arange(64).view(-1, *[1] * (log_decay.ndim - 1)) % 2 == 0, -5.0, -0.01)
+        .expand_as(log_decay)
+        .double()
+    )
     exact = plain_loop(q, k, v, beta, log_decay, True)
-    trace = recurrence_windows(*(x.float() for x in (q, k, v, beta, log_decay)), parse_scheme("fp32"), fixed_window(16, 0, 64), delta=True)
+    trace = recurrence_windows(
+        *(x.float() for x in (q, k, v, beta, log_decay)), parse_scheme("fp32"), fixed_window(16, 0, 64), delta=True
+    )
     assert trace.o.isfinite().all()
     assert (trace.o - exact).abs().max() <= 1e-4
 
@@ -83,7 +97,9 @@ def test_shared_copy_feeds_its_rounding_back_and_a_read_copy_does_not() -> None:
     """The recurrence copies of READ/fp32 are those of fp32, whatever the read format; a shared copy's are not."""
     x = inputs(dtype=torch.float32)
     flushes = fixed_window(16, 0, 70)
-    exact, separate, shared = (recurrence_windows(*x, parse_scheme(s), flushes) for s in ("fp32", "nvfp4/fp32@16", "nvfp4@16"))
+    exact, separate, shared = (
+        recurrence_windows(*x, parse_scheme(s), flushes) for s in ("fp32", "nvfp4/fp32@16", "nvfp4@16")
+    )
     for (_, a, _), (_, b, read), (_, c, _) in zip(exact.copies, separate.copies, shared.copies, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(read, quantize(b, "nvfp4"))
@@ -96,7 +112,9 @@ def test_copies_are_cast_from_the_same_fold_with_their_own_noise() -> None:
     trace = recurrence_windows(*x, parse_scheme("fp8-sr/fp8@16"), [15], key=key)
     fold = recurrence_windows(*x, parse_scheme("fp32"), [15]).copies[0][1]
     for which, copy in enumerate(trace.copies[0][1:]):
-        assert torch.equal(copy, quantize(fold, "fp8", "stochastic", seed=3, document=2, layer=1, position=15, copy=which))
+        assert torch.equal(
+            copy, quantize(fold, "fp8", "stochastic", seed=3, document=2, layer=1, position=15, copy=which)
+        )
 
 
 def test_the_flushing_token_reads_the_unrounded_fold() -> None:

@@ -34,7 +34,9 @@ ELEMENTS = list(ORACLES)
 def every_16_bit_value() -> torch.Tensor:
     """Every finite fp16 and every finite bf16 value: all exponents, and ties of every narrower format."""
     words = np.arange(1 << 16, dtype=np.uint16)
-    values = np.concatenate([words.view(np.float16).astype(np.float32), (words.astype(np.uint32) << 16).view(np.float32)])
+    values = np.concatenate(
+        [words.view(np.float16).astype(np.float32), (words.astype(np.uint32) << 16).view(np.float32)]
+    )
     return torch.from_numpy(values[np.isfinite(values)])
 
 
@@ -45,7 +47,9 @@ def random_32_bit_values(count: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
-@pytest.mark.parametrize("values", [every_16_bit_value(), random_32_bit_values(200_000, 1)], ids=["every-16-bit", "random-32-bit"])
+@pytest.mark.parametrize(
+    "values", [every_16_bit_value(), random_32_bit_values(200_000, 1)], ids=["every-16-bit", "random-32-bit"]
+)
 def test_nearest_equals_the_library_cast(element, values) -> None:
     # The library casts overflow in their own ways; all of ours saturate, so the oracle sees clamped values.
     clamped = values.clamp(-element.max, element.max)

@@ -47,7 +47,9 @@ def stored(vector: dict) -> torch.Tensor:
     if kind == "nvfp4":
         return quantize_with_noise(x.view(vector["shape"]), get_format("nvfp4"), None)
     assert kind == "nvfp4_4over6"
-    variant = replace(get_format("nvfp4-4over6"), four_over_six=vector["err"].lower(), scale_max=float(vector["e4m3_max"]))
+    variant = replace(
+        get_format("nvfp4-4over6"), four_over_six=vector["err"].lower(), scale_max=float(vector["e4m3_max"])
+    )
     return quantize_with_noise(x.view(vector["shape"]), variant, None)
 
 

@@ -3,7 +3,14 @@
 from functools import cache
 
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, NemotronHConfig, NemotronHForCausalLM
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
 
 VOCAB = 97
 

@@ -17,7 +17,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(1, 1), (1, 50), (7, 7), (20, 53), (64, 300), (300, 513)]
 
 
-def inputs(tokens: int, keys: int, dtype: torch.dtype, rows=2, heads=6, kv_heads=3, width=16, width_v=None) -> list[torch.Tensor]:
+def inputs(
+    tokens: int, keys: int, dtype: torch.dtype, rows=2, heads=6, kv_heads=3, width=16, width_v=None
+) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = (rows, heads, tokens, width), (rows, kv_heads, keys, width), (rows, kv_heads, keys, width_v or width)
     return [torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in shapes]
@@ -47,7 +49,8 @@ def test_equals_a_dense_mask_in_float64(tokens, keys, dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "width_v"), [(4, 4, 16, 16), (5, 1, 20, 20), (4, 2, 24, 16), (2, 1, 16, 40), (4, 1, 320, 320)]
+    ("heads", "kv_heads", "width", "width_v"),
+    [(4, 4, 16, 16), (5, 1, 20, 20), (4, 2, 24, 16), (2, 1, 16, 40), (4, 1, 320, 320)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_heads_and_widths(heads, kv_heads, width, width_v, dtype) -> None:
@@ -128,18 +131,24 @@ def test_no_mask_is_made_and_the_model_is_put_back(monkeypatch) -> None:
     seen = []
     original = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: seen.append(k.get("attn_mask")) or original(*a, **k)
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *a, **k: seen.append(k.get("attn_mask")) or original(*a, **k),
     )
     ids = token_ids(60).to(DEVICE)
     # TF32 would make of a difference in the last bit one in the eleventh.
     with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
         cache = DynamicCache(config=model.config)
-        expected = torch.cat([hidden_states(model, ids[:, :35], cache, 0), hidden_states(model, ids[:, 35:], cache, 35)], dim=1)
+        expected = torch.cat(
+            [hidden_states(model, ids[:, :35], cache, 0), hidden_states(model, ids[:, 35:], cache, 35)], dim=1
+        )
         assert any(mask is not None for mask in seen)
         seen.clear()
         with attach(model, ["fp32"], follow_hf_clamp=True, probe=False):
             cache = DynamicCache(config=model.config)
-            got = torch.cat([hidden_states(model, ids[:, :35], cache, 0), hidden_states(model, ids[:, 35:], cache, 35)], dim=1)
+            got = torch.cat(
+                [hidden_states(model, ids[:, :35], cache, 0), hidden_states(model, ids[:, 35:], cache, 35)], dim=1
+            )
         assert not seen
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert model.config._attn_implementation == "sdpa"

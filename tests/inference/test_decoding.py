@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row, replay_scan
+from replayssm_kernels import BatchRow, replay_scan
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -38,7 +38,7 @@ class EndsAt(StoppingCriteria):
 
 
 def generate(session, model, ids, documents, ends, **kwargs) -> list[list[int]]:
-    session.start([Row(SCHEME, seed=3, document=d, prompt=PROMPT) for d in documents])
+    session.start([BatchRow(SCHEME, seed=3, document=d, prompt=PROMPT) for d in documents])
     out = model.generate(
         ids, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), **kwargs
     )  # fmt: skip
@@ -53,10 +53,14 @@ def test_sequences_leave_the_batch(pattern) -> None:
     with torch.inference_mode(), attach(model, [SCHEME]) as session:
         whole = generate(session, model, ids, range(4), ENDS)
         sizes: list[int] = []
-        hook = model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
         assert generate(session, model, ids, range(4), ENDS, custom_generate=decode) == whole
         hook.remove()
-        alone = [generate(session, model, ids[n : n + 1], [n], ENDS[n : n + 1], custom_generate=decode)[0] for n in range(4)]
+        alone = [
+            generate(session, model, ids[n : n + 1], [n], ENDS[n : n + 1], custom_generate=decode)[0] for n in range(4)
+        ]
     assert alone == whole
     assert sizes == [4, 3, 3, *[2] * 5, *[1] * 6]
 
@@ -142,14 +146,18 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
 
     def made(**options):
         scores = Scores()
-        session.start([Row(parsed, seed=3, document=d, prompt=PROMPT, padding=n) for d, n in enumerate(padding)])
+        session.start([BatchRow(parsed, seed=3, document=d, prompt=PROMPT, padding=n) for d, n in enumerate(padding)])
         out = model.generate(
             ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, logits_processor=LogitsProcessorList([scores]),
             stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), custom_generate=decode, **options,
         )  # fmt: skip
         return out, scores.seen, *session.export()
 
-    with torch.inference_mode(), attach(model, [parsed], backend="triton", probe=False) as session, pytest.MonkeyPatch.context() as patch:
+    with (
+        torch.inference_mode(),
+        attach(model, [parsed], backend="triton", probe=False) as session,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(StepGraphs, "__call__", counted)
         patch.setattr(decoding, "_LOOK_EVERY", 4)
         patch.setattr(decoding, "_ROOM", 8)
@@ -157,7 +165,10 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
         assert not replayed
         answers, replayed_scores, replayed_tensors, replayed_facts = made(session=session)
         if len(set(ends)) > 1:
-            by_length = made(session=session, ended=lambda generated, rows: generated.shape[1] >= torch.tensor(ends, device=DEVICE)[rows])
+            by_length = made(
+                session=session,
+                ended=lambda generated, rows: generated.shape[1] >= torch.tensor(ends, device=DEVICE)[rows],
+            )
             assert torch.equal(by_length[0], expected)
     model.to("cpu")
     assert torch.equal(answers, expected)
@@ -177,11 +188,17 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
 def test_steps_inside_a_prompt_are_not_replayed() -> None:
     """A prompt that goes on behind what was read at once: positions must be told, or the state would never be rounded."""
     model, scheme = tiny_nemotron_h().to(DEVICE), parse_scheme("nvfp4@4")
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "custom_generate": decode}
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "custom_generate": decode,
+    }
     with torch.inference_mode(), attach(model, [scheme], backend="triton", probe=False) as session:
         flushes = []
         for more in ({}, {"session": session}):
-            session.start([Row(scheme, prompt=20)])
+            session.start([BatchRow(scheme, prompt=20)])
             model.generate(token_ids(16).to(DEVICE), **options, **more)
             flushes.append(session.flushes)
     model.to("cpu")
@@ -193,7 +210,7 @@ def test_steps_inside_a_prompt_are_not_replayed() -> None:
 def test_rows_go_on_where_they_are_moved(backend) -> None:
     """Rows of two schedules and three casts, left out and repeated: bit for bit the rows that never moved."""
     schemes = ["nvfp4@4", "fp16/fp16@4", "fp32@16", "nvfp4@4"]
-    rows = [Row(parse_scheme(s), seed=1, document=d) for d, s in enumerate(schemes)]
+    rows = [BatchRow(parse_scheme(s), seed=1, document=d) for d, s in enumerate(schemes)]
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 21, 1, 12, generator=g)
     v = torch.randn(1, 21, 2, 10, generator=g)
@@ -201,7 +218,9 @@ def test_rows_go_on_where_they_are_moved(backend) -> None:
     inputs = [x.to(DEVICE if backend == "triton" else "cpu") for x in (q, k, v, beta, -log_decay)]
 
     def scan(rows, carry, a, b):
-        return replay_scan(*(x[:, a:b].expand(len(rows), *x[:, a:b].shape[1:]) for x in inputs), rows, carry, layer=0, backend=backend)
+        return replay_scan(
+            *(x[:, a:b].expand(len(rows), *x[:, a:b].shape[1:]) for x in inputs), rows, carry, layer=0, backend=backend
+        )
 
     _, carry = scan(rows, None, 0, 10)
     expected, _ = scan(rows, carry, 10, 21)
@@ -223,7 +242,9 @@ def test_a_new_cache_is_empty_whatever_went_before() -> None:
         session.start(session.rows)
         model.generate(short, **options)
         seen = []
-        hook = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
         assert torch.equal(model.generate(long, **options), expected)
         hook.remove()
     assert seen == [13, 1, 1, 1]

@@ -4,7 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from replayssm_eval.inference.kv_cache import make_room
 

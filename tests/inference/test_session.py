@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from replayssm_emulation import RunError, UsageError, parse_scheme
-from replayssm_kernels import Row
+from replayssm_kernels import BatchRow
 from transformers import DynamicCache
 
 from replayssm_eval import attach
@@ -41,7 +41,9 @@ def logits(model, ids, pieces=None, cache=None):
     cache = cache or DynamicCache(config=model.config)
     position, parts = 0, []
     for length in pieces or [ids.shape[1]]:
-        parts.append(model.get_output_embeddings()(hidden_states(model, ids[:, position : position + length], cache, position)))
+        parts.append(
+            model.get_output_embeddings()(hidden_states(model, ids[:, position : position + length], cache, position))
+        )
         position += length
     return torch.cat(parts, dim=1)
 
@@ -130,7 +132,11 @@ def test_a_cache_of_another_sequence_is_refused(model) -> None:
 
 def test_a_prompt_runs_in_full_precision() -> None:
     model = nemotron_h("M-M*")
-    rows = [Row(parse_scheme("nvfp4@16"), prompt=30), Row(parse_scheme("nvfp4@16+handover=off"), prompt=30), Row(parse_scheme("fp32"))]
+    rows = [
+        BatchRow(parse_scheme("nvfp4@16"), prompt=30),
+        BatchRow(parse_scheme("nvfp4@16+handover=off"), prompt=30),
+        BatchRow(parse_scheme("fp32")),
+    ]
     with attach(model, rows) as session:
         out = logits(model, token_ids(60, rows=3))
         assert [counted[:2] for counted in session.flushes.values()] == [[2, 1]] * 2
@@ -223,7 +229,10 @@ def test_the_probe_catches_a_state_that_restarts(model, monkeypatch) -> None:
 
 
 def test_wrong_batch_is_named() -> None:
-    with attach(nemotron_h("M-M*"), ["fp32", "nvfp4@16"]) as _, pytest.raises(UsageError, match="batch 3, but 2 schemes"):
+    with (
+        attach(nemotron_h("M-M*"), ["fp32", "nvfp4@16"]) as _,
+        pytest.raises(UsageError, match="batch 3, but 2 schemes"),
+    ):
         logits(nemotron_h("M-M*"), token_ids(8, rows=3))
 
 
@@ -278,7 +287,7 @@ def test_every_layer_and_document_has_its_own_noise() -> None:
 
     import replayssm_eval.inference.session as module
 
-    model, rows = nemotron_h("M-M*"), [Row(parse_scheme("fp16@16"), seed=3, document=5)]
+    model, rows = nemotron_h("M-M*"), [BatchRow(parse_scheme("fp16@16"), seed=3, document=5)]
     seen = {}
     original = module.replay_scan
 
@@ -374,7 +383,10 @@ def test_following_the_clamp_is_the_same_for_every_chunking() -> None:
 
 
 def test_delta_rule_options_are_refused_where_there_is_no_delta_rule(model) -> None:
-    with pytest.raises(UsageError, match="fold=stored is a choice of delta-rule models"), attach(model, ["nvfp4@16+fold=stored"]):
+    with (
+        pytest.raises(UsageError, match="fold=stored is a choice of delta-rule models"),
+        attach(model, ["nvfp4@16+fold=stored"]),
+    ):
         pass
 
 

@@ -44,7 +44,10 @@ def test_a_broken_cached_forward_is_refused(make, fault, monkeypatch) -> None:
         return forward(self, hidden_states, cache=cache, **kwargs)
 
     monkeypatch.setattr(mixer, "forward", broken)
-    with pytest.raises(RunError, match=r"start-up probe: one pass and two chunks differ .*transformers \d"), attach(model, ["fp32"]):
+    with (
+        pytest.raises(RunError, match=r"start-up probe: one pass and two chunks differ .*transformers \d"),
+        attach(model, ["fp32"]),
+    ):
         pass
 
 
@@ -63,7 +66,9 @@ def test_rows_that_a_machine_does_not_keep_equal_are_refused(monkeypatch) -> Non
     with attach(model, ["fp32", "nvfp4@16"]):
         pass  # no control, nothing to compare
     with (
-        pytest.raises(RunError, match=r"rows 0 and 1 hold equal fp32 states, but their logits differ by .* in a pass of 1 tokens"),
+        pytest.raises(
+            RunError, match=r"rows 0 and 1 hold equal fp32 states, but their logits differ by .* in a pass of 1 tokens"
+        ),
         attach(model, ["fp32", "fp32", "nvfp4@16"]),
     ):
         pass

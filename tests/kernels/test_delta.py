@@ -3,7 +3,7 @@
 import pytest
 import torch
 from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
-from replayssm_kernels import Row, replay_scan
+from replayssm_kernels import BatchRow, replay_scan
 
 from tests.helpers.models import delta_inputs
 
@@ -51,9 +51,9 @@ def off(a, b) -> float:
 def test_fp32_is_the_float64_recurrence(channels, strong) -> None:
     """Within some hundred roundings; strong gates neither overflow nor lose anything."""
     x = inputs(channels, strong)
-    expected = reference(x, Row(parse_scheme("fp32")))
+    expected = reference(x, BatchRow(parse_scheme("fp32")))
     for pieces in ((TOKENS,), (7, 1, 20, 25), (1,) * TOKENS):
-        o, _ = scan(x, [Row(parse_scheme("fp32"))], pieces)
+        o, _ = scan(x, [BatchRow(parse_scheme("fp32"))], pieces)
         assert (o[0] - expected).abs().max() <= 256 * 2**-24 * expected.abs().max()
 
 
@@ -62,12 +62,12 @@ def test_fp32_is_the_float64_recurrence(channels, strong) -> None:
 def test_rows_are_rounded_where_the_reference_rounds(channels, prompt) -> None:
     """All schemes side by side. A fold in float64 tips few elements over a rounding boundary; other noise tips most of them."""
     x = inputs(channels)
-    rows = [Row(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
+    rows = [BatchRow(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
     o, _ = scan(x, rows)
     for row, got in zip(rows, o, strict=True):
         assert off(got, reference(x, row)) < 0.005, row.scheme
     for index in (1, 5):  # the noisy recurrence copies
-        wrong = Row(rows[index].scheme, seed=6, document=index, prompt=prompt)
+        wrong = BatchRow(rows[index].scheme, seed=6, document=index, prompt=prompt)
         assert off(o[index], reference(x, wrong)) > 0.1, rows[index].scheme
 
 
@@ -75,15 +75,15 @@ def test_options_make_a_difference() -> None:
     """Control: the reference with another option is no match for the row."""
     x = inputs(False)
     for scheme, other in (("nvfp4/fp16@8+fold=stored", "nvfp4/fp16@8"), ("fp8/bf16@8+flush-reads=read", "fp8/bf16@8")):
-        o, _ = scan(x, [Row(parse_scheme(scheme), seed=5)])
-        wrong = reference(x, Row(parse_scheme(other), seed=5))
+        o, _ = scan(x, [BatchRow(parse_scheme(scheme), seed=5)])
+        wrong = reference(x, BatchRow(parse_scheme(other), seed=5))
         assert off(o[0], wrong) > 0.05
 
 
 def test_pieces_and_decoding() -> None:
     """Cut anywhere, also into single tokens: the same rounding, and nearly always the same bits of it."""
     x = inputs(True)
-    rows = [Row(parse_scheme(s), seed=5, document=d, prompt=9) for d, s in enumerate(SCHEMES)]
+    rows = [BatchRow(parse_scheme(s), seed=5, document=d, prompt=9) for d, s in enumerate(SCHEMES)]
     whole, carry = scan(x, rows)
     for pieces in ((9, 44), (30, 1, 22), (9, *(1,) * 44)):
         o, other = scan(x, rows, pieces)
@@ -94,7 +94,7 @@ def test_pieces_and_decoding() -> None:
 def test_a_long_prompt() -> None:
     """200 tokens of prompt, copies handed over at its end: the float64 recurrence still."""
     x = tuple(torch.cat([a] * 4)[:212] for a in inputs(True))
-    row = Row(parse_scheme("fp16/fp32@8"), prompt=200)
+    row = BatchRow(parse_scheme("fp16/fp32@8"), prompt=200)
     o, carry = replay_scan(*(a[None] for a in x), [row], None, layer=2, delta=True)
     q, k, v, beta, log_decay = (a.double() for a in x)
     q, k = (a.repeat_interleave(HEADS // GROUPS, dim=1) for a in (q, k))
@@ -109,8 +109,12 @@ def test_a_long_prompt() -> None:
 def test_one_step_by_hand() -> None:
     """S=1, k=1, v=0, α=.5, β=1: the error is -.5, so the state becomes 0."""
     one = torch.ones(1, 1, 1, 1)
-    _, carry = replay_scan(one, one, one, one[..., 0], torch.zeros(1, 1, 1), [Row(parse_scheme("fp32@1"))], None, layer=0, delta=True)
+    _, carry = replay_scan(
+        one, one, one, one[..., 0], torch.zeros(1, 1, 1), [BatchRow(parse_scheme("fp32@1"))], None, layer=0, delta=True
+    )
     assert carry.groups[0].recurrence.item() == 1
     half = torch.full((1, 1, 1), 0.5).log()
-    o, carry = replay_scan(one, one, 0 * one, one[..., 0], half, [Row(parse_scheme("fp32@1"))], carry, layer=0, delta=True)
+    o, carry = replay_scan(
+        one, one, 0 * one, one[..., 0], half, [BatchRow(parse_scheme("fp32@1"))], carry, layer=0, delta=True
+    )
     assert o.item() == carry.groups[0].recurrence.item() == 0

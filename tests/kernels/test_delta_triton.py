@@ -6,7 +6,7 @@ On a GPU where there is one, otherwise in the interpreter.
 import pytest
 import torch
 from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
-from replayssm_kernels import Row, replay_scan
+from replayssm_kernels import BatchRow, replay_scan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from replayssm_eval import attach
@@ -26,7 +26,9 @@ SCHEMES = [
 ]
 
 
-def inputs(channels: bool, tokens: int, strong: bool = False, heads: int = 2, groups: int = 1, d_v: int = 10, d_k: int = 12):
+def inputs(
+    channels: bool, tokens: int, strong: bool = False, heads: int = 2, groups: int = 1, d_v: int = 10, d_k: int = 12
+):
     return delta_inputs(channels, tokens, strong, heads, groups, d_v, d_k, seed=3)
 
 
@@ -34,7 +36,9 @@ def run(x, rows, backend: str = "triton", pieces: tuple[int, ...] = ()):
     """(o on the CPU, carry) of rows with the same inputs, in chunks of `pieces` tokens; `replay_scan` poisons o with NaN."""
     carry, outputs, position = None, [], 0
     for n in pieces or (len(x[0]),):
-        part = (a[None, position : position + n].expand(len(rows), *a[position : position + n].shape).to(DEVICE) for a in x)
+        part = (
+            a[None, position : position + n].expand(len(rows), *a[position : position + n].shape).to(DEVICE) for a in x
+        )
         o, carry = replay_scan(*part, rows, carry, layer=2, delta=True, backend=backend)
         outputs.append(o.cpu())
         position += n
@@ -64,7 +68,14 @@ def test_fp32_is_the_float64_recurrence(channels, strong) -> None:
     """Within some hundred roundings; strong gates neither overflow nor lose anything. Windows of 16, long ones, single tokens."""
     x = inputs(channels, 64, strong)
     expected = float64_outputs(x)
-    o, _ = run(x, [Row(parse_scheme("fp32")), Row(parse_scheme("fp32/fp32@21")), Row(parse_scheme("fp32"), prompt=30)])
+    o, _ = run(
+        x,
+        [
+            BatchRow(parse_scheme("fp32")),
+            BatchRow(parse_scheme("fp32/fp32@21")),
+            BatchRow(parse_scheme("fp32"), prompt=30),
+        ],
+    )
     assert (o - expected).abs().max() <= 256 * 2**-24 * expected.abs().max()
     assert o.isfinite().all()
 
@@ -75,7 +86,7 @@ def test_keys_that_nearly_repeat(channels) -> None:
     q, k, v, beta, decay = inputs(channels, 32)
     x = (q, torch.nn.functional.normalize(k[:1] + k / 3, dim=-1), v, beta.sqrt(), 0 * decay)
     expected = float64_outputs(x)
-    o, _ = run(x, [Row(parse_scheme("fp32"))])
+    o, _ = run(x, [BatchRow(parse_scheme("fp32"))])
     assert (o[0] - expected).abs().max() <= 32 * 2**-24 * expected.abs().max()
 
 
@@ -88,7 +99,7 @@ def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
     is made anew, which takes 8 tokens at most where there is more than one flush.
     """
     x = inputs(channels, 29, heads=1)  # the interpreter is slow
-    rows = [Row(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
+    rows = [BatchRow(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
     pieces = (29,) if prompt else (9, 20)
     expected, carry = run(x, rows, "torch", pieces)
     got, triton_carry = run(x, rows, "triton", pieces)
@@ -125,14 +136,18 @@ def exact_inputs(channels: bool, tokens: int, window: int):
     [
         (3, (7, 1, 4), ["fp16/mxfp4-sr@3", "mxfp8/fp16@3+flush-reads=read", "fp8-unscaled/bf16@3+fold=stored"]),
         (1, (9,), ["mxfp4@1", "bf16/fp16-rn@1"]),
-        (20, (41,), ["mxfp8/mxfp4-sr@20", "mxfp4/mxfp6-sr@20+fold=stored", "mxfp4-sr/mxfp6@20+cast=chained", "mxfp4@20"]),
+        (
+            20,
+            (41,),
+            ["mxfp8/mxfp4-sr@20", "mxfp4/mxfp6-sr@20+fold=stored", "mxfp4-sr/mxfp6@20+cast=chained", "mxfp4@20"],
+        ),
     ],
     ids=["short", "single", "long"],
 )
 def test_exact_arithmetic_gives_equal_bits(channels, window, pieces, names) -> None:
     """Where no sum is rounded, outputs and copies agree bit for bit, and with them every rounding."""
     x = exact_inputs(channels, sum(pieces), window)
-    rows = [Row(parse_scheme(s), seed=4, document=n) for n, s in enumerate(names)]
+    rows = [BatchRow(parse_scheme(s), seed=4, document=n) for n, s in enumerate(names)]
     expected, carry = run(x, rows, "torch", pieces)
     assert all(any(changed) for changed in carry.by_row("changed"))
     got, triton_carry = run(x, rows, "triton", pieces)
@@ -146,8 +161,11 @@ def test_any_head_size(d_v, d_k) -> None:
     """Several slices and parts, heads that share keys, decays of channels; views of any layout."""
     x = inputs(True, 18, heads=2, groups=1, d_v=d_v, d_k=d_k)
     together = torch.cat([a.flatten(1) for a in x[:3]], dim=1).t().contiguous().t()
-    views = [a.unflatten(1, b.shape[1:]) for a, b in zip(together.split([b[0].numel() for b in x[:3]], dim=1), x[:3], strict=True)]
-    rows = [Row(parse_scheme(scheme), seed=5) for scheme in ("fp32@8", "fp16@8")]
+    views = [
+        a.unflatten(1, b.shape[1:])
+        for a, b in zip(together.split([b[0].numel() for b in x[:3]], dim=1), x[:3], strict=True)
+    ]
+    rows = [BatchRow(parse_scheme(scheme), seed=5) for scheme in ("fp32@8", "fp16@8")]
     expected, carry = run(x, rows, "torch")
     got, triton_carry = run((*views, *x[3:]), rows)
     assert not off(got[0], expected[0]).any()
@@ -159,8 +177,14 @@ def test_any_head_size(d_v, d_k) -> None:
 def test_one_step_by_hand() -> None:
     """S=1, k=1, v=0, α=.5, β=1: the error is -.5, so the state becomes 0. Single tokens, and a window of two."""
     one = torch.ones(2, 1, 1)
-    x = (one, one, torch.tensor([1.0, 0.0]).view(2, 1, 1), one[..., 0], torch.tensor([[0.0], [0.5]]).log().nan_to_num(neginf=0))
-    o, carry = run(x, [Row(parse_scheme("fp32@1")), Row(parse_scheme("fp32@2"))])
+    x = (
+        one,
+        one,
+        torch.tensor([1.0, 0.0]).view(2, 1, 1),
+        one[..., 0],
+        torch.tensor([[0.0], [0.5]]).log().nan_to_num(neginf=0),
+    )
+    o, carry = run(x, [BatchRow(parse_scheme("fp32@1")), BatchRow(parse_scheme("fp32@2"))])
     assert o.flatten().tolist() == [1, 0, 1, 0]
     assert all(copy.item() == 0 for pair in copies(carry).values() for copy in pair)
 
@@ -169,7 +193,9 @@ def test_a_model_runs_on_it() -> None:
     """The logits of both scans are the same; without the start-up check, which is the plain scan's and takes long here."""
     torch.manual_seed(0)
     sizes = {"linear_num_heads": 1, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    config = AutoConfig.for_model("kimi_linear", **COMMON | CONFIGS["kimi_linear"] | sizes | {"mlp_layer_types": ["dense"] * 2})
+    config = AutoConfig.for_model(
+        "kimi_linear", **COMMON | CONFIGS["kimi_linear"] | sizes | {"mlp_layer_types": ["dense"] * 2}
+    )
     model = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
     scheme, logits = ["nvfp4/fp16@16+fold=stored"], []
     for backend in ("torch", "triton"):

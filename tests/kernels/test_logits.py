@@ -65,7 +65,9 @@ def test_special_cases() -> None:
         assert_same(pairs, targets)
 
 
-@pytest.mark.parametrize("values", [[-INF, 0, 1, -800, 5, -100, 1e4], [INF, NAN, -INF, *range(15)], [-INF, -740, -743, -746, 0]], ids=str)
+@pytest.mark.parametrize(
+    "values", [[-INF, 0, 1, -800, 5, -100, 1e4], [INF, NAN, -INF, *range(15)], [-INF, -740, -743, -746, 0]], ids=str
+)
 def test_any_mixture_of_special_values(values) -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.tensor(values)[torch.randint(len(values), (3, 20, 7), generator=g)]

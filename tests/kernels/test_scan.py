@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from replayssm_emulation import NoiseKey, UsageError, fixed_window, parse_scheme, recurrence_windows
-from replayssm_kernels import Row, replay_scan
+from replayssm_kernels import BatchRow, replay_scan
 from replayssm_kernels.torch_backend import plain as scan
 
 SCHEMES = [
@@ -24,8 +24,8 @@ def inputs(rows: int, seed: int = 0):
     return q, k, v, beta, -0.1 * decay
 
 
-def rows_of(names, **common) -> list[Row]:
-    return [Row(parse_scheme(name), **common) for name in names]
+def rows_of(names, **common) -> list[BatchRow]:
+    return [BatchRow(parse_scheme(name), **common) for name in names]
 
 
 def run(x, rows, pieces=(TOKENS,), layer=3):
@@ -62,7 +62,9 @@ def test_rows_equal_the_float64_reference(prompt) -> None:
 
 
 @pytest.mark.parametrize("prompt", [0, 5, 37])
-@pytest.mark.parametrize("pieces", [(40, 43), (13, 1, 20, 49), (1,) * TOKENS, (82, 1)], ids=lambda p: f"{len(p)}-pieces")
+@pytest.mark.parametrize(
+    "pieces", [(40, 43), (13, 1, 20, 49), (1,) * TOKENS, (82, 1)], ids=lambda p: f"{len(p)}-pieces"
+)
 def test_states_are_bit_identical_however_the_tokens_are_cut(pieces, prompt) -> None:
     x, rows = inputs(len(SCHEMES)), rows_of(SCHEMES, prompt=prompt)
     o, carry = run(x, rows)
@@ -103,14 +105,14 @@ def test_memory_blocks_do_not_show(monkeypatch) -> None:
 
 def test_seed_document_and_layer_change_the_noise_and_only_of_stochastic_rows() -> None:
     x = inputs(3)
-    base = Row(parse_scheme("fp8@16"))
+    base = BatchRow(parse_scheme("fp8@16"))
     _, carry = run(x, [base, replace(base, seed=1), replace(base, document=1)])
     found = copies(carry)
     assert not torch.equal(found[0][0], found[1][0])
     assert not torch.equal(found[0][0], found[2][0])
     _, other_layer = run(x, [base, base, base], layer=4)
     assert not torch.equal(found[0][0], copies(other_layer)[0][0])
-    nearest = Row(parse_scheme("fp8-rn@16"))
+    nearest = BatchRow(parse_scheme("fp8-rn@16"))
     _, carry = run(x, [nearest, replace(nearest, seed=1), replace(nearest, document=1)])
     assert torch.equal(copies(carry)[0][0], copies(carry)[1][0])
     assert torch.equal(copies(carry)[0][0], copies(carry)[2][0])
@@ -127,10 +129,10 @@ def test_a_schedule_is_a_list_of_positions() -> None:
     """Any flush positions work; those of a fixed window give that window's result."""
     x = inputs(2)
     scheme = parse_scheme("nvfp4@16")
-    _, carry = run(x, [Row(scheme), Row(scheme, flushes=tuple(fixed_window(16, 0, TOKENS)))], (40, 43))
+    _, carry = run(x, [BatchRow(scheme), BatchRow(scheme, flushes=tuple(fixed_window(16, 0, TOKENS)))], (40, 43))
     assert all(map(torch.equal, *copies(carry).values()))
     positions = (0, 1, 9, 40, 82)
-    o, carry = run(x, [Row(scheme, flushes=positions)] * 2, (13, 70))
+    o, carry = run(x, [BatchRow(scheme, flushes=positions)] * 2, (13, 70))
     q, k = (a[0].repeat_interleave(HEADS // GROUPS, dim=1) for a in x[:2])
     trace = recurrence_windows(q, k, *(a[0] for a in x[2:]), scheme, list(positions), key=NoiseKey(layer=3))
     assert carry.by_row("flushes") == [5, 5]
@@ -144,7 +146,7 @@ def test_a_row_is_checked_against_the_batch() -> None:
 
 def test_a_schedule_without_flushes_is_not_the_window() -> None:
     scheme = parse_scheme("nvfp4@16")
-    for rows in ([Row(scheme), Row(scheme, flushes=())], [Row(scheme, flushes=()), Row(scheme)]):
+    for rows in ([BatchRow(scheme), BatchRow(scheme, flushes=())], [BatchRow(scheme, flushes=()), BatchRow(scheme)]):
         _, carry = run(inputs(2), rows)
         assert carry.by_row("flushes") == [0 if row.flushes == () else TOKENS // 16 for row in rows]
 
@@ -152,7 +154,7 @@ def test_a_schedule_without_flushes_is_not_the_window() -> None:
 @pytest.mark.parametrize("flushes", [(15, 15), (31, 15), (-3,), (3, 20)], ids=str)
 def test_impossible_schedules_are_refused(flushes) -> None:
     with pytest.raises(UsageError, match="flush position"):
-        Row(parse_scheme("nvfp4@16"), prompt=5, flushes=flushes)
+        BatchRow(parse_scheme("nvfp4@16"), prompt=5, flushes=flushes)
 
 
 def test_what_the_casts_did_is_counted() -> None:

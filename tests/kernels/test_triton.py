@@ -8,8 +8,15 @@ import torch
 import triton
 import triton.language as tl
 from replayssm_emulation import FORMATS, UsageError, get_format, parse_scheme, quantize
-from replayssm_kernels import Row, choose_backend, replay_scan
-from replayssm_kernels.triton_backend.cast import cast_constants, cast_slice, largest_of_rows, ordinary, over_head, slice_noise
+from replayssm_kernels import BatchRow, choose_backend, replay_scan
+from replayssm_kernels.triton_backend.cast import (
+    cast_constants,
+    cast_slice,
+    largest_of_rows,
+    ordinary,
+    over_head,
+    slice_noise,
+)
 
 from tests.emulation.test_rounding import every_16_bit_value, random_32_bit_values
 from tests.emulation.test_vectors import same_bits
@@ -41,7 +48,9 @@ def cast_kernel(
         tl.store(o_ptr + i * d_k + j, x, mask=inside)
 
 
-def cast(x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: int = 0, short: bool = False) -> torch.Tensor:
+def cast(
+    x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: int = 0, short: bool = False
+) -> torch.Tensor:
     d_v, d_k = x.shape
     constants = cast_constants(get_format(name), d_k, rounding == "stochastic", noise_bits)
     assert constants is not None
@@ -49,7 +58,20 @@ def cast(x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: 
     o = torch.full_like(x, torch.inf)
     key = (KEY["layer"] << 17) | (head << 1) | KEY["copy"]
     tile = (max(16, triton.next_power_of_2(d_v)), max(16, triton.next_power_of_2(d_k), constants[7]))
-    cast_kernel[(1,)](x, o, d_v, d_k, KEY["seed"], KEY["position"], key, KEY["document"], *tile, constants, short, enable_fp_fusion=False)
+    cast_kernel[(1,)](
+        x,
+        o,
+        d_v,
+        d_k,
+        KEY["seed"],
+        KEY["position"],
+        key,
+        KEY["document"],
+        *tile,
+        constants,
+        short,
+        enable_fp_fusion=False,
+    )
     return o.cpu()
 
 
@@ -97,7 +119,9 @@ def test_nan_reaches_exactly_as_far_as_in_the_reference(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp8-unscaled", "fp8-e5m2-unscaled", "mxfp4", "mxfp6", "mxfp6-e3m2"])
-@pytest.mark.parametrize("values", [every_16_bit_value(), random_32_bit_values(1 << 16, 1)], ids=["every-16-bit", "random-32-bit"])
+@pytest.mark.parametrize(
+    "values", [every_16_bit_value(), random_32_bit_values(1 << 16, 1)], ids=["every-16-bit", "random-32-bit"]
+)
 def test_every_value_of_a_grid(name, values) -> None:
     """Exhaustive: all 16-bit floats, in tiles of 256 x 256, whose blocks mix all magnitudes."""
     values = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]
@@ -107,7 +131,15 @@ def test_every_value_of_a_grid(name, values) -> None:
         assert same_bits(cast(x, name, "stochastic"), quantize(x, name, "stochastic", **KEY))
 
 
-SCHEMES = ["fp32", "fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8-rn@5", "mxfp4-sr/int8@20+flush-reads=read", "nvfp4/fp16@16+cast=chained"]
+SCHEMES = [
+    "fp32",
+    "fp32",
+    "nvfp4@16",
+    "nvfp4/fp16@16",
+    "fp8-rn@5",
+    "mxfp4-sr/int8@20+flush-reads=read",
+    "nvfp4/fp16@16+cast=chained",
+]
 TOKENS = 37
 
 
@@ -122,7 +154,9 @@ def inputs(rows: int, heads: int = 2, groups: int = 1, d_k: int = 12, d_v: int =
 def run(x, rows, backend, pieces=(TOKENS,)):
     carry, outputs, position = None, [], 0
     for length in pieces:
-        o, carry = replay_scan(*(a[:, position : position + length].to(DEVICE) for a in x), rows, carry, layer=3, backend=backend)
+        o, carry = replay_scan(
+            *(a[:, position : position + length].to(DEVICE) for a in x), rows, carry, layer=3, backend=backend
+        )
         outputs.append(o)
         position += length
     return torch.cat(outputs, dim=1), carry
@@ -147,22 +181,27 @@ def assert_same_run(x, rows, pieces=(TOKENS,)) -> None:
 
 @pytest.mark.parametrize("prompt", [0, 5])
 def test_the_scan_equals_the_torch_scan(prompt) -> None:
-    assert_same_run(inputs(len(SCHEMES)), [Row(parse_scheme(s), seed=4, document=2, prompt=prompt) for s in SCHEMES])
+    assert_same_run(
+        inputs(len(SCHEMES)), [BatchRow(parse_scheme(s), seed=4, document=2, prompt=prompt) for s in SCHEMES]
+    )
 
 
 def test_inputs_may_be_views_of_any_layout() -> None:
     """As a convolution leaves them: channels before tokens, all in one tensor."""
     x = inputs(2)
     together = torch.cat([a.flatten(2) for a in x[:3]], dim=2).transpose(1, 2).contiguous().transpose(1, 2)
-    views = [a.unflatten(2, b.shape[2:]) for a, b in zip(together.split([b[0, 0].numel() for b in x[:3]], dim=2), x[:3], strict=True)]
-    rows = [Row(parse_scheme(s), seed=4) for s in ("fp32", "nvfp4/fp16@16")]
+    views = [
+        a.unflatten(2, b.shape[2:])
+        for a, b in zip(together.split([b[0, 0].numel() for b in x[:3]], dim=2), x[:3], strict=True)
+    ]
+    rows = [BatchRow(parse_scheme(s), seed=4) for s in ("fp32", "nvfp4/fp16@16")]
     o, _ = run(x, rows, "triton")
     viewed, _ = run((*views, *x[3:]), rows, "triton")
     assert torch.equal(o, viewed)
 
 
 def test_single_tokens_and_groups() -> None:
-    rows = [Row(parse_scheme(s), seed=4) for s in ("fp32@1", "fp8@1", "nvfp4/fp16-rn@1")]
+    rows = [BatchRow(parse_scheme(s), seed=4) for s in ("fp32@1", "fp8@1", "nvfp4/fp16-rn@1")]
     assert_same_run(tuple(a[:, :TOKENS] for a in inputs(3, heads=4, groups=2, d_k=20, d_v=18)), rows)
 
 
@@ -170,15 +209,18 @@ def test_single_tokens_and_groups() -> None:
 def test_a_padded_row_is_the_row_alone(backend) -> None:
     """Whole windows of left padding, which an attention mask makes zeros: the same copies, bit for bit, beside other rows."""
     x = inputs(1)
-    rows = [Row(parse_scheme("nvfp4/fp16@16"), seed=4, document=7, prompt=5)]
+    rows = [BatchRow(parse_scheme("nvfp4/fp16@16"), seed=4, document=7, prompt=5)]
     _, alone = run(x, rows, backend)
     batch = [torch.cat([torch.zeros_like(a[:, :16]), a], dim=1) for a in x]
     other = [a[:, : a.shape[1]] for a in inputs(1)]
     both = [torch.cat([torch.cat([b[:, :16], b], dim=1), a]) for a, b in zip(batch, other, strict=True)]
-    padded = [Row(parse_scheme("nvfp4/fp16@16"), 4, 8, prompt=21), Row(parse_scheme("nvfp4/fp16@16"), 4, 7, prompt=21, padding=16)]
+    padded = [
+        BatchRow(parse_scheme("nvfp4/fp16@16"), 4, 8, prompt=21),
+        BatchRow(parse_scheme("nvfp4/fp16@16"), 4, 7, prompt=21, padding=16),
+    ]
     _, carry = replay_scan(*(a.to(DEVICE) for a in both), padded, None, layer=3, backend=backend)
     assert all(map(torch.equal, copies(alone)[0], copies(carry)[1]))
-    wrong = [padded[0], Row(parse_scheme("nvfp4/fp16@16"), 4, 7, prompt=21)]
+    wrong = [padded[0], BatchRow(parse_scheme("nvfp4/fp16@16"), 4, 7, prompt=21)]
     _, carry = replay_scan(*(a.to(DEVICE) for a in both), wrong, None, layer=3, backend=backend)
     assert not torch.equal(copies(alone)[0][0], copies(carry)[1][0])
 
@@ -201,7 +243,7 @@ def test_exact_arithmetic_gives_equal_bits(pieces) -> None:
         "fp8-unscaled/bf16@16",
         "fp16-rn@20",
     ]
-    rows = [Row(parse_scheme(s), seed=4, document=n) for n, s in enumerate(names)]
+    rows = [BatchRow(parse_scheme(s), seed=4, document=n) for n, s in enumerate(names)]
     x = exact_inputs(len(rows))
     expected, carry = run(x, rows, "torch", pieces)
     got, triton_carry = run(x, rows, "triton", pieces)
@@ -212,7 +254,7 @@ def test_exact_arithmetic_gives_equal_bits(pieces) -> None:
 
 @pytest.mark.parametrize("name", ["fp16@1", "mxfp4@1", "bf16/fp16-rn@1"])
 def test_exact_single_tokens_give_equal_bits(name) -> None:
-    rows = [Row(parse_scheme(name), seed=4, document=n) for n in range(2)]
+    rows = [BatchRow(parse_scheme(name), seed=4, document=n) for n in range(2)]
     x = exact_inputs(2)
     expected, carry = run(x, rows, "torch")
     got, triton_carry = run(x, rows, "triton")
@@ -222,12 +264,12 @@ def test_exact_single_tokens_give_equal_bits(name) -> None:
 
 
 def test_any_schedule() -> None:
-    rows = [Row(parse_scheme("nvfp4@16"), flushes=f) for f in ((0, 1, 9, 30), (), (36,))]
+    rows = [BatchRow(parse_scheme("nvfp4@16"), flushes=f) for f in ((0, 1, 9, 30), (), (36,))]
     assert_same_run(inputs(3), rows)
 
 
 def test_cutting_the_tokens_changes_no_bit() -> None:
-    rows = [Row(parse_scheme(s), seed=1) for s in SCHEMES[2:4]]
+    rows = [BatchRow(parse_scheme(s), seed=1) for s in SCHEMES[2:4]]
     x = inputs(2)
     o, carry = run(x, rows, "triton")
     cut_o, cut_carry = run(x, rows, "triton", (13, 1, 23))
@@ -237,7 +279,7 @@ def test_cutting_the_tokens_changes_no_bit() -> None:
 
 
 def test_fp32_rows_are_identical() -> None:
-    o, _ = run(inputs(2), [Row(parse_scheme("fp32"))] * 2, "triton")
+    o, _ = run(inputs(2), [BatchRow(parse_scheme("fp32"))] * 2, "triton")
     assert torch.equal(o[0], o[1])
 
 
@@ -250,13 +292,13 @@ def test_rows_that_the_noise_key_cannot_hold_are_refused() -> None:
         ({"document": -1}, "document"),
     ):
         with pytest.raises(UsageError, match=says):
-            Row(fp32, **row)
+            BatchRow(fp32, **row)
     for padding in (-1, 3, 4):
         with pytest.raises(UsageError, match="needs a token of its own"):
-            Row(fp32, prompt=3, padding=padding)
+            BatchRow(fp32, prompt=3, padding=padding)
     x = tuple(a.to(DEVICE) for a in inputs(1))
     with pytest.raises(UsageError, match="layer 32768"):
-        replay_scan(*x, [Row(fp32)], None, layer=1 << 15, backend="triton")
+        replay_scan(*x, [BatchRow(fp32)], None, layer=1 << 15, backend="triton")
 
 
 def test_what_cannot_run_is_refused(monkeypatch) -> None:
@@ -265,7 +307,7 @@ def test_what_cannot_run_is_refused(monkeypatch) -> None:
     with pytest.raises(UsageError, match="unknown backend 'cuda'"):
         choose_backend("cuda", cpu)
     with pytest.raises(UsageError, match="cannot run int4-b12@16 on heads of 10 x 24"):
-        run(inputs(1, d_k=24), [Row(parse_scheme("int4-b12@16"))], "triton")
+        run(inputs(1, d_k=24), [BatchRow(parse_scheme("int4-b12@16"))], "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", cpu) == "triton"
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -33,7 +33,12 @@ def test_local_files_of_every_kind(tmp_path) -> None:
     table = {"short_book_title": ["Fourth"], "publication_date": [1900], "url": ["u"], "text": ["the fourth"]}
     pq.write_table(pa.table(table), tmp_path / "d.parquet")
     books = load_books(str(tmp_path), ["0", "1", "2", "3"])
-    assert [(b.title, b.text) for b in books] == [("a", "the first"), ("b", "the second"), ("Third", "the third"), ("Fourth", "the fourth")]
+    assert [(b.title, b.text) for b in books] == [
+        ("a", "the first"),
+        ("b", "the second"),
+        ("Third", "the third"),
+        ("Fourth", "the fourth"),
+    ]
     assert load_books(str(tmp_path / "d.parquet"))[0].title == "Fourth"
     assert load_books(write_jsonl(tmp_path / "e.jsonl", {"content": "x y"}), text_key="content")[0].text == "x y"
 
@@ -46,7 +51,11 @@ def test_local_files_of_every_kind(tmp_path) -> None:
         ("empty.txt", b"", "the book is empty"),
         ("blank.txt", b" \n\n", "the book is empty"),
         ("empty.jsonl", b"", "has no book '0'; it has 0"),
-        ("keys.jsonl", b'{"content": "x", "id": 3}\n', "no text key text or book_text; found content, id; name it with --text-key"),
+        (
+            "keys.jsonl",
+            b'{"content": "x", "id": 3}\n',
+            "no text key text or book_text; found content, id; name it with --text-key",
+        ),
         ("number.jsonl", b'{"text": 3}\n', "text is not text but int"),
         ("cut.jsonl", b'{"text": "ok"', "line 1: not JSON"),
         ("list.jsonl", b"[1]\n", "line 1: not a JSON object"),

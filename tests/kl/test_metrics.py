@@ -52,7 +52,9 @@ def test_nll_may_fall_while_the_model_drifts() -> None:
     found = compare_logits(torch.stack([p, q])[:, None], torch.tensor([0]))
     assert found.nll[:, 0].tolist() == pytest.approx([0.916, 0.693], abs=1e-3)
     assert found.kl[1, 0] == pytest.approx(0.02048, abs=1e-4)
-    assert found.entropy[0, 0] == pytest.approx(-(0.4 * np.log(0.4) + 0.35 * np.log(0.35) + 0.25 * np.log(0.25)), rel=1e-6)
+    assert found.entropy[0, 0] == pytest.approx(
+        -(0.4 * np.log(0.4) + 0.35 * np.log(0.35) + 0.25 * np.log(0.25)), rel=1e-6
+    )
     assert found.same_top1.all()
 
 

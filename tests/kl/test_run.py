@@ -44,7 +44,11 @@ def run(testbed, tmp_path_factory):
         if key not in done:
             folder = tmp_path_factory.mktemp("run") / "out"
             done[key] = (
-                run_kl(KlOptions(**{"schemes": SCHEMES, "tokens": TOKENS, "chunk_size": 512, **options}), output=folder, loaded=testbed),
+                run_kl(
+                    KlOptions(**{"schemes": SCHEMES, "tokens": TOKENS, "chunk_size": 512, **options}),
+                    output=folder,
+                    loaded=testbed,
+                ),
                 folder,
             )
         return done[key]
@@ -102,7 +106,15 @@ def test_decoding_token_by_token_gives_the_same_curve(testbed, tmp_path) -> None
     """The same noise in both engines. fp32 roundoff tips single elements: tokens may differ, the mean hardly."""
     schemes = ["nvfp4@16", "fp8@5", "nvfp4/fp16@16"]
     scan, decode = (
-        run_kl(schemes=schemes, tokens=160, prompt_tokens=20, chunk_size=64, engine=engine, output=tmp_path / engine, loaded=testbed)
+        run_kl(
+            schemes=schemes,
+            tokens=160,
+            prompt_tokens=20,
+            chunk_size=64,
+            engine=engine,
+            output=tmp_path / engine,
+            loaded=testbed,
+        )
         for engine in ("scan", "decode")
     )
     assert decode["options"]["engine"] == "decode"
@@ -141,7 +153,9 @@ def test_two_runs_are_byte_identical(run, testbed, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"chunk_size": 2048}, {"chunk_size": 300}, {"schemes": SCHEMES[::-1]}, {"schemes": (*SCHEMES, "fp8@16")}], ids=str
+    "change",
+    [{"chunk_size": 2048}, {"chunk_size": 300}, {"schemes": SCHEMES[::-1]}, {"schemes": (*SCHEMES, "fp8@16")}],
+    ids=str,
 )
 def test_chunks_and_row_order_keep_the_noise(run, change) -> None:
     """The same rounding noise: per-token KL agrees to float rounding. A difference in the 7th digit of a fold tips an
@@ -215,7 +229,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(run, testbed, tmp_path) ->
     assert result["status"] == "interrupted"
     assert json.loads((tmp_path / "out" / "kl.json").read_text())["status"] == "interrupted"
     first = len(seen)
-    result = run_kl(options, output=tmp_path / "out", loaded=testbed, resume=True, progress=lambda p: seen.append((p.book, p.done)))
+    result = run_kl(
+        options, output=tmp_path / "out", loaded=testbed, resume=True, progress=lambda p: seen.append((p.book, p.done))
+    )
     assert result["status"] == "complete"
     assert seen[first:] == [("persuasion", TOKENS + 1024), ("persuasion", 2 * TOKENS)]
     assert (tmp_path / "out" / "kl.parquet").read_bytes() == (folder / "kl.parquet").read_bytes()
@@ -293,7 +309,9 @@ def test_nan_in_one_row_is_named_marked_and_kept_out(tmp_path, monkeypatch) -> N
         return o, carry
 
     monkeypatch.setattr(session_module, "replay_scan", poison)
-    result = run_kl(KlOptions(schemes=SCHEMES, tokens=128, chunk_size=32), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M")))
+    result = run_kl(
+        KlOptions(schemes=SCHEMES, tokens=128, chunk_size=32), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M"))
+    )
     assert result["status"] == "failed"
     assert len(result["problems"]) == 1
     assert "nvfp4@16 (seed 0) is not finite from position 40 on, first seen in state layer 2" in result["problems"][0]
@@ -316,8 +334,12 @@ def test_an_emulation_that_does_not_reach_the_state_stops_the_run(tmp_path, monk
 def test_a_kl_of_exactly_zero_is_not_a_result(tmp_path, monkeypatch) -> None:
     """P5: even when the states were rounded, a lossy row that equals the reference everywhere means a broken comparison."""
     original = kl_module.compare_hidden
-    monkeypatch.setattr(kl_module, "compare_hidden", lambda hidden, *rest: original(hidden[:1].expand_as(hidden), *rest))
-    result = run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+    monkeypatch.setattr(
+        kl_module, "compare_hidden", lambda hidden, *rest: original(hidden[:1].expand_as(hidden), *rest)
+    )
+    result = run_kl(
+        KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*"))
+    )
     assert result["status"] == "failed"
     assert "nvfp4@16 (seed 0): KL is exactly 0 on all tokens" in result["problems"][0]
 
@@ -332,7 +354,12 @@ def test_options_that_round_nothing_are_no_failure(tmp_path) -> None:
 
 
 def test_keywords_win_over_options(tmp_path) -> None:
-    result = run_kl(KlOptions(schemes=("nvfp4@16",), tokens=128), tokens=64, output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+    result = run_kl(
+        KlOptions(schemes=("nvfp4@16",), tokens=128),
+        tokens=64,
+        output=tmp_path / "out",
+        loaded=tiny(nemotron_h("M-M*")),
+    )
     assert result["tokens"] == 64
     assert json.loads(json.dumps(result))["rows"][2]["scheme"] == "nvfp4@16"
 
@@ -368,7 +395,9 @@ def test_a_state_saved_on_the_way_is_that_of_its_position(tmp_path, monkeypatch)
         assert saved[size].keys() == saved[512].keys()
         for name in (n for n, tensor in saved[512].items() if n.endswith((".recurrence", ".read", ".conv", ".keys"))):
             off = ((saved[size][name] - saved[512][name]).abs() > 1e-4 * saved[512][name].abs().max()).float()
-            assert not off[:2].any(), name  # reference and control; roundoff tips one element in thousands of a rounded copy
+            assert not off[:2].any(), (
+                name
+            )  # reference and control; roundoff tips one element in thousands of a rounded copy
             assert off.mean() < 0.02, name
     result = run(chunk_size=64, output=tmp_path / "64", resume=True)
     assert [row["flushes"] for row in result["rows"]] == [40, 40, 40]
@@ -400,7 +429,11 @@ def test_titles_are_text_everywhere(tmp_path) -> None:
     """HTML, mathtext and markup in a title are shown, not interpreted."""
     book = tmp_path / "books.jsonl"
     book.write_text(json.dumps({"title": "<script>alert(1)</script> $\\x$ [/b] | a", "text": "once upon a time " * 10}))
-    run_kl(KlOptions(schemes=("nvfp4@16",), tokens=64, corpus=str(book)), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*")))
+    run_kl(
+        KlOptions(schemes=("nvfp4@16",), tokens=64, corpus=str(book)),
+        output=tmp_path / "out",
+        loaded=tiny(nemotron_h("M-M*")),
+    )
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from replayssm_emulation import parse_scheme
-from replayssm_kernels import Row
+from replayssm_kernels import BatchRow
 from transformers import LogitsProcessorList
 
 from replayssm_eval import attach
@@ -90,7 +90,13 @@ def model(request):
     kind = request.param
     config = transformers.AutoConfig.for_model(kind, **COMMON | CONFIGS[kind])
     if kind == "glm5_next_text":  # has a language head as part of a model of images and text only
-        vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": COMMON["hidden_size"]}
+        vision = {
+            "depth": 1,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "out_hidden_size": COMMON["hidden_size"],
+        }
         config = transformers.AutoConfig.for_model("glm5_next", text_config=config.to_dict(), vision_config=vision)
     model = auto_class(config).from_config(config).eval()
     for module in model.modules():
@@ -183,7 +189,9 @@ def test_a_saved_state_is_gone_on_from(model, tmp_path) -> None:
         checkpoint.save_state(0, 41, session, cache)
         expected = hidden_states(model, ids[:, 41:], cache, 41)
         saved = bool(list(tmp_path.iterdir()))
-        assert saved == (model.config.get_text_config().model_type not in ("glm5_next_text", "qwen4_exp_text", "minimax"))
+        assert saved == (
+            model.config.get_text_config().model_type not in ("glm5_next_text", "qwen4_exp_text", "minimax")
+        )
         if saved:
             session.start(session.rows)
             cache = new_cache(model, 64)
@@ -215,10 +223,12 @@ def test_replayed_steps_are_the_steps(model, monkeypatch) -> None:
     answers = []
     with attach(model, [scheme] * 2, backend="torch", probe=False) as session:
         for more, seen in (({}, scores[0]), ({"session": session}, scores[1])):
-            session.start([Row(scheme, document=d, prompt=9, padding=n) for d, n in enumerate(padding)])
+            session.start([BatchRow(scheme, document=d, prompt=9, padding=n) for d, n in enumerate(padding)])
             keep = LogitsProcessorList([lambda ids, x, seen=seen: (seen.append(x.clone()), x)[1]])
             options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "logits_processor": keep, **more}
-            answers.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, custom_generate=decode, **options))
+            answers.append(
+                model.generate(ids, attention_mask=mask, max_new_tokens=12, custom_generate=decode, **options)
+            )
     kind = model.config.get_text_config().model_type
     assert bool(taken) == (kind not in NOT_REPLAYED), kind
     assert torch.equal(*answers)

@@ -48,7 +48,9 @@ def test_testbeds_use_what_they_have_read(name, tmp_path) -> None:
     result = run_kl(model=name, schemes=["nvfp4@16"], tokens=192, output=tmp_path / "out")
     reference, control, coarse = result["rows"]
     loaded = models.load(name, device="cpu")
-    ids = torch.tensor(loaded.tokenizer(load_books("builtin")[0].text[:4000], add_special_tokens=False)["input_ids"][:193])
+    ids = torch.tensor(
+        loaded.tokenizer(load_books("builtin")[0].text[:4000], add_special_tokens=False)["input_ids"][:193]
+    )
     with torch.inference_mode():
         alone = torch.cat([loaded.model(input_ids=i.view(1, 1), use_cache=False).logits[0] for i in ids[:-1]])
     assert torch.nn.functional.cross_entropy(alone.float(), ids[1:]) > reference["nll"][0] + 1
@@ -101,7 +103,13 @@ def test_a_weight_that_nobody_makes_is_an_error(tiny, monkeypatch) -> None:
 
 
 def test_random_weights_are_marked_in_every_output(tiny, tmp_path) -> None:
-    options = {"model": "nemotron-3-nano-4b", "random_weights": True, "tokens": 48, "schemes": ["nvfp4@16"], "device": "cpu"}
+    options = {
+        "model": "nemotron-3-nano-4b",
+        "random_weights": True,
+        "tokens": 48,
+        "schemes": ["nvfp4@16"],
+        "device": "cpu",
+    }
     result = run_kl(output=tmp_path / "out", **options)
     assert result["model"]["random_weights"] is True
     assert result["control"]["kl_max"] == 0.0

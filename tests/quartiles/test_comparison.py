@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from replayssm_eval.quartiles.comparison import Arm, assign_bins, compare, sign_flip, trend
-from replayssm_eval.quartiles.proportions import Z, detectable_difference, holm, mcnemar, paired_difference_interval, power, wilson
+from replayssm_eval.quartiles.proportions import (
+    Z,
+    detectable_difference,
+    holm,
+    mcnemar,
+    paired_difference_interval,
+    power,
+    wilson,
+)
 from replayssm_eval.quartiles.report import COLUMNS, reading, rows
 
 
@@ -15,7 +23,10 @@ def arm(score, length=None, name="fp32", role="reference", answers=1, **flags):
     score = np.array(score, dtype=float)
     unknown = np.full(len(score), np.nan)
     length = np.arange(len(score)) + 1.0 if length is None else np.array(length, dtype=float)
-    known = {key: np.array(flags[key], dtype=float) if key in flags else unknown for key in ("truncated", "not_extracted", "looped")}
+    known = {
+        key: np.array(flags[key], dtype=float) if key in flags else unknown
+        for key in ("truncated", "not_extracted", "looped")
+    }
     return Arm(name, role, score, length, np.full(len(score), answers), **known)
 
 
@@ -30,7 +41,11 @@ def against(reference, *others, bins=4, **options):
 
 @pytest.mark.parametrize(
     ("right", "n", "low", "high"),
-    [(0, 25, 0, 0.1332), (30, 30, 0.8865, 1), (35, 50, 0.5625, 0.8090)],  # 35/50: by hand, centre 0.68574, half width 0.12328
+    [
+        (0, 25, 0, 0.1332),
+        (30, 30, 0.8865, 1),
+        (35, 50, 0.5625, 0.8090),
+    ],  # 35/50: by hand, centre 0.68574, half width 0.12328
 )
 def test_wilson(right, n, low, high) -> None:
     assert wilson(right, n) == pytest.approx([low, high], abs=6e-5)
@@ -42,7 +57,9 @@ def test_wilson_ends_are_exact_and_nothing_is_null() -> None:
     assert wilson(0, 0) is None
 
 
-@pytest.mark.parametrize(("gains", "losses", "p"), [(2, 5, 0.453125), (0, 6, 0.03125), (4, 4, 1.0), (0, 0, 1.0), (0, 1, 1.0)])
+@pytest.mark.parametrize(
+    ("gains", "losses", "p"), [(2, 5, 0.453125), (0, 6, 0.03125), (4, 4, 1.0), (0, 0, 1.0), (0, 1, 1.0)]
+)
 def test_mcnemar(gains, losses, p) -> None:
     assert mcnemar(gains, losses) == pytest.approx(p, abs=1e-12)
     assert mcnemar(losses, gains) == pytest.approx(p, abs=1e-12)
@@ -81,7 +98,9 @@ def test_paired_interval_edges() -> None:
     """Without discordant pairs it is ± z²/(n + z²), the Wilson end of 0 of n; all pairs one way reach the end of the scale."""
     assert paired_difference_interval(0, 0, 25) == pytest.approx([-wilson(0, 25)[1], wilson(0, 25)[1]])
     assert paired_difference_interval(5, 0, 5)[1] == 1.0
-    assert paired_difference_interval(0, 5, 5) == pytest.approx([-x for x in reversed(paired_difference_interval(5, 0, 5))])
+    assert paired_difference_interval(0, 5, 5) == pytest.approx(
+        [-x for x in reversed(paired_difference_interval(5, 0, 5))]
+    )
     assert paired_difference_interval(0, 0, 0) is None
 
 
@@ -178,7 +197,10 @@ def test_few_questions_give_the_overall_row_only(n) -> None:
 def test_every_bin_shows_its_count(length, bins, counts) -> None:
     """T1: n stands in every row of the table; an empty bin has dashes, neither 0 nor NaN; the rule for equal lengths is given."""
     score = [1] * len(length)
-    found = {**against(arm(score, length), arm(score, length, name="x", role="scheme"), bins=bins), "length_unit": "tokens"}
+    found = {
+        **against(arm(score, length), arm(score, length, name="x", role="scheme"), bins=bins),
+        "length_unit": "tokens",
+    }
     table = rows(found, found["variants"][0])
     assert " ".join(row[COLUMNS.index("n")] for row in table) == counts
     assert all(set(row[2:]) == {"–"} for row in table if row[1] == "0")
@@ -210,7 +232,13 @@ def test_one_bin_by_hand() -> None:
         looped=[1] * 8,
     )
     cell = against(reference, other, bins=1)["variants"][0]["bins"][0]
-    assert (cell["both_right"], cell["gains"], cell["losses"], cell["difference"], cell["accuracy"]) == (2, 1, 3, -0.25, 0.375)
+    assert (cell["both_right"], cell["gains"], cell["losses"], cell["difference"], cell["accuracy"]) == (
+        2,
+        1,
+        3,
+        -0.25,
+        0.375,
+    )
     assert cell["mcnemar_p"] == cell["holm_p"] == pytest.approx(2 * 5 / 16)
     assert (cell["truncated"], cell["not_extracted"], cell["looped"]) == (1, 2, 8)
     assert cell["without_truncated"] == {
@@ -245,7 +273,10 @@ def test_trend_by_hand() -> None:
 def test_trend_p_is_uniform_without_a_trend() -> None:
     """Of 60 series without a trend, about 3 have p <= 0.05 (binomial: at most 9)."""
     rng = np.random.default_rng(1)
-    small = sum(trend(rng.integers(-1, 2, 40).astype(float), rng.integers(1, 5000, 40).astype(float))["p"] <= 0.05 for _ in range(60))
+    small = sum(
+        trend(rng.integers(-1, 2, 40).astype(float), rng.integers(1, 5000, 40).astype(float))["p"] <= 0.05
+        for _ in range(60)
+    )
     assert small <= 9
 
 
@@ -255,7 +286,9 @@ def drop(n: int, lost: int) -> list[int]:
 
 
 def test_a_planted_loss_is_found_where_it_is() -> None:
-    found = against(arm([1] * 400), arm(drop(400, 15), name="x", role="scheme"), arm(drop(400, 1), name="again", role="control"))
+    found = against(
+        arm([1] * 400), arm(drop(400, 15), name="x", role="scheme"), arm(drop(400, 1), name="again", role="control")
+    )
     control, scheme = sorted(found["variants"], key=lambda v: v["role"])
     assert [c["verdict"] for c in scheme["bins"]] == ["inside the control's range"] * 3 + ["loss"]
     assert scheme["overall"]["verdict"] == "loss"
@@ -265,7 +298,12 @@ def test_a_planted_loss_is_found_where_it_is() -> None:
     assert scheme["trend"]["slope"] < 0
     assert scheme["trend"]["p"] < 0.001
     assert (scheme["trend"]["verdict"], control["trend"]["verdict"]) == ("falls with length", "not distinguishable")
-    assert found["control"] == {"names": ["again"], "range": [0, 0, 0, 0.01], "overall": 0.0025, "slope": abs(control["trend"]["slope"])}
+    assert found["control"] == {
+        "names": ["again"],
+        "range": [0, 0, 0, 0.01],
+        "overall": 0.0025,
+        "slope": abs(control["trend"]["slope"]),
+    }
 
 
 def test_inside_the_control_nothing_is_claimed() -> None:
@@ -280,13 +318,17 @@ def test_inside_the_control_nothing_is_claimed() -> None:
     assert "has no steeper trend with length than the control's" in text
     assert ": loss" not in text
     assert "falls" not in text
-    better = against(arm(drop(400, 40)), arm([1] * 400, name="x", role="scheme"), arm(drop(400, 41), name="again", role="control"))
+    better = against(
+        arm(drop(400, 40)), arm([1] * 400, name="x", role="scheme"), arm(drop(400, 41), name="again", role="control")
+    )
     assert better["variants"][0]["bins"][3]["verdict"] == "gain"
 
 
 def test_holm_counts_all_schemes_and_no_control() -> None:
     """6 losses in one bin: p = 1/32, Holm over 4 bins 1/8, over two schemes 1/4; a control changes nothing."""
-    x, y, again = (arm(drop(400, 6), name=n, role=r) for n, r in (("x", "scheme"), ("y", "scheme"), ("again", "control")))
+    x, y, again = (
+        arm(drop(400, 6), name=n, role=r) for n, r in (("x", "scheme"), ("y", "scheme"), ("again", "control"))
+    )
     reference = arm([1] * 400)
     p = [
         against(reference, x, *more)["variants"][0]["bins"][3]["holm_p"]
@@ -312,7 +354,9 @@ def test_means_of_repeats() -> None:
     assert (cells[0]["mcnemar_p"], cells[0]["answers"]) == (1.0, 200)
     assert cells[0]["difference_ci95"] == pytest.approx([-wilson(0, 50)[1], wilson(0, 50)[1]])
     assert "bootstrap over questions" in found["methods"]["difference"]
-    noisy = against(arm(reference), arm(rng.permutation(reference), name="x", role="scheme"), averaged=True)["variants"][0]["overall"]
+    noisy = against(arm(reference), arm(rng.permutation(reference), name="x", role="scheme"), averaged=True)[
+        "variants"
+    ][0]["overall"]
     low, high = noisy["difference_ci95"]
     assert low < 0 < high
     assert noisy["detectable_difference"] == pytest.approx((high - low) / 2 * (Z + 0.8416) / Z, rel=0.1)

@@ -64,14 +64,19 @@ FOUR = [sample(i, score) for i, score in enumerate([1.0, 0.0, 1.0, 1.0])]
 
 def forms(folder):
     """The same four documents as files of several shapes."""
-    flexible = [row | {"filter": "flexible-extract", "exact_match": 0.0, "filtered_resps": ["[invalid]"]} for row in FOUR]
+    flexible = [
+        row | {"filter": "flexible-extract", "exact_match": 0.0, "filtered_resps": ["[invalid]"]} for row in FOUR
+    ]
     yield jsonl(folder / "plain.jsonl", FOUR)
     (folder / "list.json").write_text(json.dumps(FOUR))
     yield folder / "list.json"
     (folder / "pretty.json").write_text(json.dumps(FOUR, indent=2))
     yield folder / "pretty.json"
     yield jsonl(folder / "unnested.jsonl", [row | {"resps": row["resps"][0]} for row in FOUR])
-    yield jsonl(folder / "bare.jsonl", [row | {"resps": row["resps"][0][0], "filtered_resps": row["filtered_resps"][0]} for row in FOUR])
+    yield jsonl(
+        folder / "bare.jsonl",
+        [row | {"resps": row["resps"][0][0], "filtered_resps": row["filtered_resps"][0]} for row in FOUR],
+    )
     yield jsonl(folder / "filters.jsonl", [*FOUR, *flexible])
     yield jsonl(folder / "nameless.jsonl", [without(row, "filter") for row in FOUR])
     yield jsonl(folder / "padded.jsonl", [*FOUR, FOUR[0], FOUR[3]])
@@ -83,7 +88,9 @@ def test_every_form_gives_the_same_table(tmp_path) -> None:
     tables = []
     for path in forms(tmp_path):
         result, _ = evaluate([reference, path], names=["fp32", "x"], filter_name="strict-match", bins=2)
-        tables.append({key: result[key] for key in ("bins", "reference", "variants", "length_unit", "metric", "filter")})
+        tables.append(
+            {key: result[key] for key in ("bins", "reference", "variants", "length_unit", "metric", "filter")}
+        )
     assert all(table == tables[0] for table in tables[1:])
     assert [(b["lo"], b["hi"], b["n"]) for b in tables[0]["bins"]] == [(10, 20, 2), (30, 40, 2)]
     assert [c["accuracy"] for c in tables[0]["variants"][0]["bins"]] == [0.5, 1.0]
@@ -120,7 +127,9 @@ def test_filters_are_counted_and_one_must_be_chosen(tmp_path) -> None:
 def test_a_document_that_contradicts_itself(tmp_path) -> None:
     other = jsonl(tmp_path / "a.jsonl", [*FOUR, sample(2, text="it is 7 after all")])
     refused(["a.jsonl lines 3 and 5: document 2 is there twice"], read, other)
-    nameless = [without(row, "filter") for row in (*FOUR, FOUR[2] | {"exact_match": 0.0, "filtered_resps": ["[invalid]"]})]
+    nameless = [
+        without(row, "filter") for row in (*FOUR, FOUR[2] | {"exact_match": 0.0, "filtered_resps": ["[invalid]"]})
+    ]
     refused(["lines 3 and 5", "two filters without names?"], read, jsonl(tmp_path / "b.jsonl", nameless), None)
     assert read(jsonl(tmp_path / "c.jsonl", [*FOUR, FOUR[2]]))[1] == 1
 
@@ -169,10 +178,18 @@ def test_missing_pieces_are_named(tmp_path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [FOUR[0], without(FOUR[1], "exact_match") | {"acc": 1}])
     refused(["a.jsonl line 2: no metric exact_match", "acc", "--metric"], read, path)
     refused("line 1: no resps", read, jsonl(tmp_path / "b.jsonl", [without(FOUR[0], "resps", "tokens")]))
-    refused("log-likelihood", read, jsonl(tmp_path / "c.jsonl", [FOUR[0] | {"resps": [[["-1.5", "False"]], [["-0.2", "True"]]]}]))
-    refused("a response is not text but dict", read, jsonl(tmp_path / "d.jsonl", [FOUR[0] | {"resps": [{"content": "x"}]}]))
+    refused(
+        "log-likelihood",
+        read,
+        jsonl(tmp_path / "c.jsonl", [FOUR[0] | {"resps": [[["-1.5", "False"]], [["-0.2", "True"]]]}]),
+    )
+    refused(
+        "a response is not text but dict", read, jsonl(tmp_path / "d.jsonl", [FOUR[0] | {"resps": [{"content": "x"}]}])
+    )
     refused("exact_match: 7 is not a score", read, jsonl(tmp_path / "e.jsonl", [FOUR[0] | {"exact_match": 7}]))
-    refused("exact_match: 'good' is not a score", read, jsonl(tmp_path / "f.jsonl", [FOUR[0] | {"exact_match": "good"}]))
+    refused(
+        "exact_match: 'good' is not a score", read, jsonl(tmp_path / "f.jsonl", [FOUR[0] | {"exact_match": "good"}])
+    )
     refused("2 values of tokens for 1 answers", read, jsonl(tmp_path / "g.jsonl", [FOUR[0] | {"tokens": [1, 2]}]))
     refused("tokens -3 is not a count", read, jsonl(tmp_path / "h.jsonl", [FOUR[0] | {"tokens": -3}]))
     refused("no such file or folder", read_log, tmp_path / "nowhere", "arm")
@@ -192,7 +209,15 @@ def test_the_metric_is_exact_match_or_the_only_one_of_0_and_1(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "scores"),
-    [(1, [1]), (True, [1]), ("0.5", [0.5]), (None, [None]), (float("nan"), [None]), ([1, 0, None], [1, 0, None]), ([], [None])],
+    [
+        (1, [1]),
+        (True, [1]),
+        ("0.5", [0.5]),
+        (None, [None]),
+        (float("nan"), [None]),
+        ([1, 0, None], [1, 0, None]),
+        ([], [None]),
+    ],
 )
 def test_scores(tmp_path, value, scores) -> None:
     """null, NaN and nothing are no score, never 0; lm-eval writes a Decimal as text."""
@@ -214,7 +239,11 @@ def test_scores(tmp_path, value, scores) -> None:
         ({"filtered_resps": ["None"], "exact_match": 0.0}, (False,), 0),
         ({"filtered_resps": ["42"], "extracted": False}, (False,), 0),
         ({"filtered_resps": ["[invalid]"], "extracted": True}, (True,), 1),
-        ({"filtered_resps": ["42", ""], "exact_match": [1, 1], "resps": [["a", "b"]], "tokens": [1, 2]}, (True, False), 0.5),
+        (
+            {"filtered_resps": ["42", ""], "exact_match": [1, 1], "resps": [["a", "b"]], "tokens": [1, 2]},
+            (True, False),
+            0.5,
+        ),
         ({"filtered_resps": ["42", ""], "exact_match": 1, "resps": [["a", "b"]], "tokens": [1, 2]}, (True, False), 1),
     ],
 )
@@ -227,7 +256,11 @@ def test_what_was_not_extracted_is_not_correct(tmp_path, row, extracted, score) 
 
 def test_thinking_that_never_ended(tmp_path) -> None:
     """E1: cut while thinking: truncated and without an answer, and still in the bin of its length."""
-    rows = [*FOUR[:3], FOUR[3] | {"resps": [[""]], "filtered_resps": ["[invalid]"], "exact_match": 0.0, "stop": "length", "tokens": 4096}]
+    rows = [
+        *FOUR[:3],
+        FOUR[3]
+        | {"resps": [[""]], "filtered_resps": ["[invalid]"], "exact_match": 0.0, "stop": "length", "tokens": 4096},
+    ]
     rows[0] = rows[0] | {"stop": "eos"}
     result, _ = evaluate([jsonl(tmp_path / "a.jsonl", FOUR), jsonl(tmp_path / "b.jsonl", rows)], bins=2)
     cell = result["variants"][0]["bins"][1]
@@ -237,7 +270,9 @@ def test_thinking_that_never_ended(tmp_path) -> None:
 
 
 def test_repeats_are_one_question(tmp_path) -> None:
-    rows = [sample(i, float(i + r > 0), text=f"try {r}", repeat=r, tokens=10 * r + 1) for r in range(3) for i in range(4)]
+    rows = [
+        sample(i, float(i + r > 0), text=f"try {r}", repeat=r, tokens=10 * r + 1) for r in range(3) for i in range(4)
+    ]
     found, dropped = read(jsonl(tmp_path / "a.jsonl", [*rows, rows[0]]))
     assert dropped == 1
     assert [(r.doc_id, len(r.scores), r.texts[2]) for r in found] == [(str(i), 3, "try 2") for i in range(4)]
@@ -247,7 +282,9 @@ def test_repeats_are_one_question(tmp_path) -> None:
     nested = [FOUR[0] | {"resps": [["a", "bb", "ccc"]], "exact_match": [1, 0, 1], "tokens": [5, 1, 9]}]
     (record,), _ = read(jsonl(tmp_path / "b.jsonl", nested))
     assert (record.texts, record.tokens, record.score) == (("a", "bb", "ccc"), (5, 1, 9), pytest.approx(2 / 3))
-    result, _ = evaluate([jsonl(tmp_path / "c.jsonl", rows), jsonl(tmp_path / "d.jsonl", [r | {"tokens": 1} for r in rows])])
+    result, _ = evaluate(
+        [jsonl(tmp_path / "c.jsonl", rows), jsonl(tmp_path / "d.jsonl", [r | {"tokens": 1} for r in rows])]
+    )
     assert result["reference"]["overall"]["answers"] == 12
     assert "bootstrap over questions" in result["methods"]["difference"]
 
@@ -302,7 +339,9 @@ def test_pairing_goes_by_content_not_by_number(tmp_path) -> None:
     assert found.how == "doc_hash + prompt_hash"
     assert [(a.doc_id, b.doc_id) for a, b in found.questions] == [("0", "10"), ("1", "11"), ("2", "12"), ("3", "13")]
     twice = [*FOUR, FOUR[0] | {"doc_id": 4, "exact_match": 0.0}]  # data sets do hold a document twice
-    assert [(a.doc_id, b.score) for a, b in paired(tmp_path, twice, twice).questions if a.doc_hash == FOUR[0]["doc_hash"]] == [
+    assert [
+        (a.doc_id, b.score) for a, b in paired(tmp_path, twice, twice).questions if a.doc_hash == FOUR[0]["doc_hash"]
+    ] == [
         ("0", 1.0),
         ("4", 0.0),
     ]

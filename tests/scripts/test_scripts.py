@@ -15,7 +15,9 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 def script(name: str, *args: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPTS / name), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment}
+    )
 
 
 def test_benchmark_runs() -> None:
@@ -102,7 +104,9 @@ def test_scans_for_the_sanitizer_run_without_it() -> None:
 
 
 def test_generation_benchmark_compares_answers() -> None:
-    done = script("bench_generate.py", "--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "6", "--scheme", "nvfp4@2")
+    done = script(
+        "bench_generate.py", "--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "6", "--scheme", "nvfp4@2"
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [row["way"] for row in report["rows"]] == ["transformers", "step by step", "replayed"]
@@ -111,7 +115,18 @@ def test_generation_benchmark_compares_answers() -> None:
 
 
 def test_answers_check_refuses_a_model_that_knows_none() -> None:
-    done = script("check_answers.py", "tiny-mamba2", "--documents", "8", "--longest", "60", "--scheme", "nvfp4@16", "--device", "cpu")
+    done = script(
+        "check_answers.py",
+        "tiny-mamba2",
+        "--documents",
+        "8",
+        "--longest",
+        "60",
+        "--scheme",
+        "nvfp4@16",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 1, done.stderr
     assert "NOT accepted" in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines()[1:3]] == ["0.000", "0.000"]

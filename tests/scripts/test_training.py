@@ -125,7 +125,9 @@ def test_slow_heads_write_rarely_from_the_start(models, kind) -> None:
     seen = []
     for module in model.modules():
         if models.beta_projection(module) is not None:
-            models.beta_projection(module).register_forward_hook(lambda _, __, out: seen.append(out.sigmoid().mean((0, 1))))
+            models.beta_projection(module).register_forward_hook(
+                lambda _, __, out: seen.append(out.sigmoid().mean((0, 1)))
+            )
     with torch.no_grad():
         model.model(input_ids=ids, use_cache=False)
     assert len(seen) == 3
@@ -144,8 +146,16 @@ def trained(tmp_path_factory):
     small = [*(f"--{name}={value}" for name, value in sizes.items()), "--no-compile"]
     command = [sys.executable, str(SCRIPTS / "train_testbed.py"), "--corpus", str(folder), *small]
     outputs = {kind: folder / kind for kind in KINDS}
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    runs = [subprocess.Popen([*command, "--kind", kind, "--output", str(output)], **options) for kind, output in outputs.items()]
+    options = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+    }
+    runs = [
+        subprocess.Popen([*command, "--kind", kind, "--output", str(output)], **options)
+        for kind, output in outputs.items()
+    ]
     for run in runs:
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
@@ -172,7 +182,9 @@ def test_an_interrupted_training_says_so(tmp_path) -> None:
     sizes = {"vocab": 300, "hidden": 64, "pattern": "M*", "context": 64, "batch": 1, "steps": 1_000_000, "workers": 1}
     small = [*(f"--{name}={value}" for name, value in sizes.items()), "--no-compile", "--output", str(tmp_path / "out")]
     command = [sys.executable, str(SCRIPTS / "train_testbed.py"), "--corpus", str(tmp_path), *small]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert any(line.startswith("step 0 ") for line in run.stdout)
     run.send_signal(signal.SIGINT)
     rest, errors = run.communicate(timeout=120)

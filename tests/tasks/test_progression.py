@@ -38,7 +38,9 @@ def test_progression_parts_are_disjoint() -> None:
     train = set(progression.training_text(2000, seed=0, lengths=(1, 10), letters=2))
     tables = {d["prompt"].split(":")[0] for d in tests}
     assert tables.isdisjoint(text.split(":")[0] for text in train)
-    assert len(tables | {text.split(":")[0] for text in train}) == 100  # every table of two steps is in one of the parts
+    assert (
+        len(tables | {text.split(":")[0] for text in train}) == 100
+    )  # every table of two steps is in one of the parts
     assert all(progression.part([int(s) for s in table[1::2]]) == "test" for table in tables)
     text = next(iter(progression.training_text(1)))
     prompt, _, run = text.partition("=")
@@ -49,7 +51,9 @@ def test_progression_parts_are_disjoint() -> None:
 def test_progression_has_a_token_a_character() -> None:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(Path(replayssm_eval.__file__).parent / "assets" / "tiny-mamba2" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(
+        str(Path(replayssm_eval.__file__).parent / "assets" / "tiny-mamba2" / "tokenizer.json")
+    )
     for document in progression.documents(5, letters=26):
         text = document["prompt"] + document["answer"]
         assert tokenizer.encode(text).tokens == list(text)

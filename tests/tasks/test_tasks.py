@@ -36,17 +36,25 @@ CHOICES = {"choices": ["12 N", "7.5 N", r"$\frac{1}{2}$ N", "A force cannot be g
 
 def test_level5_filter() -> None:
     solution = r"so $\boxed{5}$."
-    rows = [{"problem": str(level), "level": level, "solution": solution} for level in ("Level 5", 5, "5", "Level 4", 4, "Level ?", None)]
+    rows = [
+        {"problem": str(level), "level": level, "solution": solution}
+        for level in ("Level 5", 5, "5", "Level 4", 4, "Level ?", None)
+    ]
     assert [d["problem"] for d in documents.documents("replayssm_math_level5", rows, "test")] == ["Level 5", "5", "5"]
     unlabelled = [{"problem": "p", "answer": r"\frac12", "subject": "Algebra"}]
-    assert documents.documents("replayssm_math_level5", unlabelled, "test") == [{"problem": "p", "answer": r"\frac12", "type": "Algebra"}]
+    assert documents.documents("replayssm_math_level5", unlabelled, "test") == [
+        {"problem": "p", "answer": r"\frac12", "type": "Algebra"}
+    ]
     with pytest.raises(UsageError, match="no row of Level 5"):
         documents.documents("replayssm_math_level5", rows[3:], "test")
 
 
 def gpqa_rows(n):
     wrong = {f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)}
-    return [{"Question": f"question {i}", "Correct Answer": "right", "High-level domain": "Physics"} | wrong for i in range(n)]
+    return [
+        {"Question": f"question {i}", "Correct Answer": "right", "High-level domain": "Physics"} | wrong
+        for i in range(n)
+    ]
 
 
 def test_choice_order_is_the_documents_own() -> None:
@@ -56,7 +64,10 @@ def test_choice_order_is_the_documents_own() -> None:
     first = documents.documents("replayssm_gpqa_diamond", rows, "test")
     assert random.getstate() == state
     random.seed(2)
-    swapped = [row | {"Incorrect Answer 1": row["Incorrect Answer 3"], "Incorrect Answer 3": row["Incorrect Answer 1"]} for row in rows]
+    swapped = [
+        row | {"Incorrect Answer 1": row["Incorrect Answer 3"], "Incorrect Answer 3": row["Incorrect Answer 1"]}
+        for row in rows
+    ]
     assert documents.documents("replayssm_gpqa_diamond", list(reversed(swapped)), "test") == list(reversed(first))
     assert all(d["choices"]["ABCD".index(d["answer"])] == "right" for d in first)
     places = [sum(d["answer"] == letter for d in first) for letter in "ABCD"]
@@ -73,7 +84,11 @@ def test_choice_order_is_the_documents_own() -> None:
         ("replayssm_gsm8k", {"question": None, "answer": "#### 1"}, "question is not text but None"),
         ("replayssm_math_level5", {"problem": "p", "solution": "five"}, "no .boxed"),
         ("replayssm_gpqa_diamond", {"Question": "q", "Correct Answer": "a"}, "no field 'Incorrect Answer 1'"),
-        ("replayssm_mmlu_pro", {"question": "q", "options": ["a", "b"], "answer": "C"}, "'C' is not the letter of one of 2 options"),
+        (
+            "replayssm_mmlu_pro",
+            {"question": "q", "options": ["a", "b"], "answer": "C"},
+            "'C' is not the letter of one of 2 options",
+        ),
         ("replayssm_mmlu_pro", {"question": "q", "options": "a, b", "answer": "A"}, "not a JSON list"),
     ],
 )
@@ -87,7 +102,9 @@ def test_files_of_every_kind(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "a.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (tmp_path / "a.csv").write_text("\ufeff" + "\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]))
+    (tmp_path / "a.csv").write_text(
+        "\ufeff" + "\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)])
+    )
     assert all(documents.read_rows(tmp_path / f"a{suffix}") == rows for suffix in documents.KINDS_OF_FILE)
 
 
@@ -164,7 +181,9 @@ def test_gsm8k_offline_from_end_to_end() -> None:
     assert [s["filtered_resps"] for s in samples] == [["18"], ["4"], ["70000"], [INVALID], ["20"]]
     assert [(s["exact_match"], s["extracted"]) for s in samples] == [(1, 1), (0, 1), (1, 1), (0, 0), (1, 1)]
     assert [s["target"] for s in samples] == ["18", "3", "70000", "540", "20"]
-    assert requests[0][0].endswith("\n\nReason step by step, and put your final answer, a single number, within \\boxed{}.")
+    assert requests[0][0].endswith(
+        "\n\nReason step by step, and put your final answer, a single number, within \\boxed{}."
+    )
     assert requests[0][1] == {"max_gen_toks": 123, "do_sample": False, "until": []}
 
 
@@ -177,7 +196,9 @@ def test_math_level5_offline_from_end_to_end() -> None:
         "What is the area": "It is hard to say.",
     }
     config = task_config("math_level5", data_path=DATA / "math_level5_excerpt.jsonl")
-    scores, samples, requests = evaluate([config], reply_by_beginning(replies), gen_kwargs="max_gen_toks=64,do_sample=True,temperature=0.6")
+    scores, samples, requests = evaluate(
+        [config], reply_by_beginning(replies), gen_kwargs="max_gen_toks=64,do_sample=True,temperature=0.6"
+    )
     assert scores == {"exact_match": 0.6, "extracted": 0.8}
     right = {s["doc"]["answer"]: (s["exact_match"], s["extracted"]) for s in samples}
     assert right[r"-\frac{1}{8}"] == right[r"(-\infty, -7)\cup(-7, 3)\cup(3, \infty)"] == right[r"\$36"] == (1, 1)
@@ -189,11 +210,15 @@ def test_math_level5_offline_from_end_to_end() -> None:
 def test_choices_from_end_to_end(tmp_path) -> None:
     (tmp_path / "gpqa.json").write_text(json.dumps(gpqa_rows(6)))
     tasks = load_tasks([task_config("gpqa_diamond", data_path=tmp_path / "gpqa.json")])
-    scores, samples, requests = evaluate(tasks, lambda prompt: next(line for line in prompt.split("\n") if line.endswith(") right")))
+    scores, samples, requests = evaluate(
+        tasks, lambda prompt: next(line for line in prompt.split("\n") if line.endswith(") right"))
+    )
     assert scores == {"exact_match": 1.0, "extracted": 1.0}
     for sample, (prompt, _) in zip(samples, requests, strict=True):
         assert "where X is the letter of the right choice (A to D).\n\nquestion" in prompt
-        assert prompt.endswith("\n\n" + "\n".join(f"{x}) {c}" for x, c in zip("ABCD", sample["doc"]["choices"], strict=True)))
+        assert prompt.endswith(
+            "\n\n" + "\n".join(f"{x}) {c}" for x, c in zip("ABCD", sample["doc"]["choices"], strict=True))
+        )
         assert sample["filtered_resps"] == [sample["target"]]
     (tmp_path / "mmlu.json").write_text(
         json.dumps([{"question": "1+1?", "options": list("0123456789"), "answer": "C", "category": "math"}])
@@ -209,9 +234,16 @@ def test_progression_from_end_to_end() -> None:
     prompts = list(answers)
 
     def reply(prompt):
-        return {0: answers[prompt], 1: answers[prompt][:-1], 2: answers[prompt].replace("a", "b", 1)}.get(prompts.index(prompt), "!")
+        return {0: answers[prompt], 1: answers[prompt][:-1], 2: answers[prompt].replace("a", "b", 1)}.get(
+            prompts.index(prompt), "!"
+        )
 
-    settings = {"progression_documents": 4, "progression_seed": 5, "progression_lengths": [1, 200], "progression_letters": 3}
+    settings = {
+        "progression_documents": 4,
+        "progression_seed": 5,
+        "progression_lengths": [1, 200],
+        "progression_letters": 3,
+    }
     config = task_config("progression", metadata=settings)
     scores, samples, requests = evaluate(load_tasks([config]), reply)
     assert [request[0] for request in requests] == prompts
@@ -225,7 +257,9 @@ def test_progression_from_end_to_end() -> None:
 def test_by_name_in_lm_eval_alone() -> None:
     """As with `lm_eval run --include_path`: metadata of the command line reaches the generator, model arguments do not disturb it."""
     manager = TaskManager(
-        include_path=str(TASKS_PATH), include_defaults=False, metadata={"progression_documents": 3, "seed": 7, "pretrained": "x"}
+        include_path=str(TASKS_PATH),
+        include_defaults=False,
+        metadata={"progression_documents": 3, "seed": 7, "pretrained": "x"},
     )
     assert set(NAMES) <= set(manager.all_subtasks)
     assert manager.all_tasks == sorted(NAMES)
@@ -246,7 +280,10 @@ def test_configurations_are_fresh_and_checked(tmp_path) -> None:
         (lambda: task_config("gsm9k"), "unknown task 'gsm9k'; known: replayssm_gpqa_diamond"),
         (lambda: task_config("progression", data_path="x.jsonl"), "is generated and takes no data"),
         (lambda: task_config("gsm8k", data_path=tmp_path / "x.jsonl"), "x.jsonl: no such file"),
-        (lambda: task_config("mmlu_pro", data_path=DATA / "gsm8k_excerpt.jsonl"), "row 0: no field 'options'; found question, answer"),
+        (
+            lambda: task_config("mmlu_pro", data_path=DATA / "gsm8k_excerpt.jsonl"),
+            "row 0: no field 'options'; found question, answer",
+        ),
         (lambda: task_config("gsm8k", max_gen_toks=0), "max_gen_toks must be positive"),
         (lambda: parse_task_data(["gsm8k"]), "write NAME=PATH"),
     ):
@@ -267,12 +304,16 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("offline", "switch"), [(True, {}), (False, {"HF_HUB_OFFLINE": "1"})], ids=["argument", "environment"])
+@pytest.mark.parametrize(
+    ("offline", "switch"), [(True, {}), (False, {"HF_HUB_OFFLINE": "1"})], ids=["argument", "environment"]
+)
 def test_no_hub_is_one_line_within_seconds(tmp_path, offline, switch) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     environment |= {"HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path), **switch}
     script = OFFLINE.format(offline=offline)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     (line,) = done.stdout.splitlines()
     kind, seconds, message = line.split("|")
     assert kind == "UsageError"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .plain import Group, Row
+    from .plain import BatchRow, Group
 
 
 class _Window(NamedTuple):
@@ -40,7 +40,9 @@ def _window(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) ->
     g = (log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(-1)).transpose(1, 2).cumsum(2)
     length = v.shape[2]
     later = torch.ones(length, length, dtype=torch.bool, device=v.device).triu(1)
-    decay = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill_(later[..., None], -torch.inf).exp_()  # [rows, H, i, j, 1 or d_k]
+    decay = (
+        (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill_(later[..., None], -torch.inf).exp_()
+    )  # [rows, H, i, j, 1 or d_k]
     if decay.shape[-1] == 1:
         overlap, attention = ((x @ k.transpose(-1, -2)) * decay[..., 0] for x in (k, q))
     else:
@@ -74,7 +76,7 @@ def _fold(w: _Window, recurrence: Tensor, u_read: Tensor, last: int, stored: Ten
 
 
 def delta_block(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: "Group", rows: "Sequence[Row]", folds: int, length: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: "Group", rows: "Sequence[BatchRow]", folds: int, length: Tensor,
     write: Callable[[int, Tensor], None],
 ) -> Tensor:  # fmt: skip
     """Windows `[rows, W, L, ...]` of a group in order, of which the first `folds` end in a fold; returns o `[rows, W, L, H, d_v]`.

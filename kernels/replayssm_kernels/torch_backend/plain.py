@@ -31,7 +31,7 @@ _NARROW = ("bf16", "fp16")  # records that are rounded
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One batch row: a scheme, the seed and document of its noise, and the length of its prompt in tokens.
 
     padding: tokens before the text that only fill the batch; part of the prompt's length, not of the noise's positions.
@@ -51,7 +51,9 @@ class Row:
         if not (0 <= self.seed < 1 << 64 and 0 <= self.document < 1 << 32):
             raise UsageError(f"noise key out of range: seed {self.seed} (of 2^64), document {self.document} (of 2^32)")
         if self.padding and not 0 <= self.padding < self.prompt:
-            raise UsageError(f"padding of {self.padding} tokens in a prompt of {self.prompt}: a sequence needs a token of its own")
+            raise UsageError(
+                f"padding of {self.padding} tokens in a prompt of {self.prompt}: a sequence needs a token of its own"
+            )
         if self.flushes:
             segments(list(self.flushes), self.prompt, self.flushes[-1] + 1)
 
@@ -137,7 +139,7 @@ def replay_scan(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
-    rows: Sequence[Row],
+    rows: Sequence[BatchRow],
     carry: Carry | None,
     *,
     layer: int,
@@ -180,11 +182,15 @@ def replay_scan(
     return o, carry
 
 
-def _first_carry(rows: Sequence[Row], k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Carry:
+def _first_carry(rows: Sequence[BatchRow], k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Carry:
     """Zero states. Rows share a group when they fold alike; inside one, rows that are cast alike are neighbours."""
     schedules: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):
-        key = (row.scheme.window if row.flushes is None else row.flushes, row.prompt, row.scheme.handover if row.prompt else "")
+        key = (
+            row.scheme.window if row.flushes is None else row.flushes,
+            row.prompt,
+            row.scheme.handover if row.prompt else "",
+        )
         schedules.setdefault(key, []).append(index)
     carry = Carry()
     for members in schedules.values():
@@ -197,7 +203,7 @@ def _first_carry(rows: Sequence[Row], k: Tensor, v: Tensor, beta: Tensor, log_de
     return carry
 
 
-def _round_records(x: Tensor, rows: Sequence[Row], position: int) -> Tensor:
+def _round_records(x: Tensor, rows: Sequence[BatchRow], position: int) -> Tensor:
     """v or k `[R, T, ...]` with the rows that record in a narrower format rounded to it, from the end of their prompt on."""
     rounded = {i: row for i, row in enumerate(rows) if row.scheme.records in _NARROW}
     if rounded:
@@ -208,7 +214,7 @@ def _round_records(x: Tensor, rows: Sequence[Row], position: int) -> Tensor:
     return x
 
 
-def _casts(rows: Sequence[Row], which: int) -> list[_Cast]:
+def _casts(rows: Sequence[BatchRow], which: int) -> list[_Cast]:
     """How a group's recurrence or read copies are cast, neighbours with one cast merged. Shared rows have no READ."""
     casts: list[_Cast] = []
     for index, row in enumerate(rows):
@@ -257,7 +263,14 @@ class _Noise:
 
 
 def _scan_group(
-    q: Tensor, inputs: tuple[Tensor, ...], group: Group, rows: Sequence[Row], start: int, stop: int, layer: int, delta: bool
+    q: Tensor,
+    inputs: tuple[Tensor, ...],
+    group: Group,
+    rows: Sequence[BatchRow],
+    start: int,
+    stop: int,
+    layer: int,
+    delta: bool,
 ) -> Tensor:
     """Outputs `[rows, T, H, d_v]` of one group; updates its copies and records in place."""
     tokens, heads, d_v, d_k = stop - start, *group.recurrence.shape[1:]
@@ -277,7 +290,10 @@ def _scan_group(
     starts = torch.tensor(edges[: len(lengths)]) - first
     length = torch.tensor(lengths)
     index = torch.where(offsets < length[:, None], starts[:, None] + offsets, pending + tokens).to(q.device)
-    with_records = [torch.cat([old, new, torch.zeros_like(new[:, :1])], dim=1) for old, new in zip(group.records, inputs, strict=True)]
+    with_records = [
+        torch.cat([old, new, torch.zeros_like(new[:, :1])], dim=1)
+        for old, new in zip(group.records, inputs, strict=True)
+    ]
     q = torch.cat([q.new_zeros(len(rows), pending, *q.shape[2:]), q, torch.zeros_like(q[:, :1])], dim=1)
 
     noise = _Noise(torch.tensor([p for p, _ in cuts], device=q.device), (heads, d_v, d_k), layer)
@@ -290,7 +306,11 @@ def _scan_group(
         members = (group, rows, cuts[a : a + block])
         write = _writer(*members, a, noise)
         if delta:
-            outputs.append(delta_block(q[:, window], k, v, beta, log_decay, group, rows, len(members[2]), length[a : a + block], write))
+            outputs.append(
+                delta_block(
+                    q[:, window], k, v, beta, log_decay, group, rows, len(members[2]), length[a : a + block], write
+                )
+            )
         else:
             outputs.append(_scan_block(q[:, window], k, v, beta, log_decay, *members, length[a : a + block], write))
     flat = torch.cat([o.flatten(1, 2) for o in outputs], dim=1)
@@ -319,7 +339,7 @@ def _read_only(q: Tensor, group: Group) -> Tensor:
 
 
 def _writer(
-    group: Group, rows: Sequence[Row], cuts: Sequence[tuple[int, bool]], fold_index: int, noise: _Noise
+    group: Group, rows: Sequence[BatchRow], cuts: Sequence[tuple[int, bool]], fold_index: int, noise: _Noise
 ) -> Callable[[int, Tensor], None]:
     """write(w, fold): the copies of a group after the fold cuts[w], which is the (fold_index + w)-th of `noise`."""
     recurrence_casts, read_casts = _casts(rows, RECURRENCE), _casts(rows, READ)
@@ -356,7 +376,9 @@ def _writer(
     return write
 
 
-def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, length, write: Callable[[int, Tensor], None]) -> Tensor:
+def _scan_block(
+    q, k, v, beta, log_decay, group: Group, rows, cuts, length, write: Callable[[int, Tensor], None]
+) -> Tensor:
     """Windows `[rows, W, L, ...]` of a group in order; `cuts` has one entry per window that ends in a fold."""
     count, windows, longest, heads, d_v = v.shape
     groups, d_k = k.shape[3:]
@@ -373,7 +395,9 @@ def _scan_block(q, k, v, beta, log_decay, group: Group, rows, cuts, length, writ
     to_end = (g[:, :, -1:] - g).exp().unsqueeze(-1)
     delta = (by_group(u * to_end) @ k).view(count, windows, heads, d_v, d_k)
     causal = torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril()
-    between = (g.transpose(2, 3).unsqueeze(-1) - g.transpose(2, 3).unsqueeze(-2)).masked_fill_(~causal, -torch.inf).exp_()
+    between = (
+        (g.transpose(2, 3).unsqueeze(-1) - g.transpose(2, 3).unsqueeze(-2)).masked_fill_(~causal, -torch.inf).exp_()
+    )
     scores = (q @ k.transpose(-1, -2)).repeat_interleave(share, dim=2) * between  # [rows, W, H, i, j]
     o = scores @ u.transpose(2, 3)  # [rows, W, H, L, d_v]
 

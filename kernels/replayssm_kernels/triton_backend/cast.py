@@ -41,7 +41,21 @@ def cast_constants(format: Format, d_k: int, stochastic: bool, noise_bits: int =
     rule = {"floor": 0, "even": 1, "rceil": 2}[format.scale_rule]
     power = {"": 0, "mae": 1, "mse": 2}[format.four_over_six]
     bits = noise_bits if stochastic else 0
-    return (True, integer, mantissa, least, element.max, largest, scale, block, rule, power, format.scale_max, format.per_head, bits)
+    return (
+        True,
+        integer,
+        mantissa,
+        least,
+        element.max,
+        largest,
+        scale,
+        block,
+        rule,
+        power,
+        format.scale_max,
+        format.per_head,
+        bits,
+    )
 
 
 @triton.jit
@@ -89,7 +103,13 @@ def _add_noise(bits, noise, SHIFT: tl.constexpr, NOISE_BITS: tl.constexpr):
 
 @triton.jit
 def _round_magnitudes(
-    a, noise, INTEGER: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, NOISE_BITS: tl.constexpr
+    a,
+    noise,
+    INTEGER: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+    MAX: tl.constexpr,
+    NOISE_BITS: tl.constexpr,
 ):
     """a >= 0 (or NaN) on the grid, saturated: nearest even when NOISE_BITS is 0, else stochastic."""
     a = tl.minimum(a, MAX, propagate_nan=_ALL)
@@ -140,7 +160,9 @@ def _halving_sum(x):
 
 
 @triton.jit
-def _nvfp4_at(a, wanted, decode, noise, MAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, NOISE_BITS: tl.constexpr):
+def _nvfp4_at(
+    a, wanted, decode, noise, MAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, NOISE_BITS: tl.constexpr
+):
     # The block scale is E4M3, to nearest.
     scale = _round_magnitudes(wanted, wanted, False, 3, -6, 448.0, 0) * decode
     inverse = tl.minimum(tl.div_rn(tl.zeros_like(scale) + 1.0, scale), _FLT_MAX, propagate_nan=_ALL)
@@ -192,7 +214,11 @@ def ordinary(largest, smallest, CAST: tl.constexpr):
 
     Then every element rounds as a normal number of the format, far from fp32's ends. The caller rules out NaN.
     """
-    found = (largest > 9.5367431640625e-07) & (largest < 1.3292279957849159e36) & (smallest >= largest * _normal_share(CAST))
+    found = (
+        (largest > 9.5367431640625e-07)
+        & (largest < 1.3292279957849159e36)
+        & (smallest >= largest * _normal_share(CAST))
+    )
     return tl.min(found.to(tl.int32), axis=0) > 0
 
 
@@ -251,7 +277,9 @@ def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
         half = shared >> 1
         # A non-finite element makes its block NaN.
         down = tl.where(bits >= 0x7F800000, float("nan"), _power_of_two(-half))
-        rounded = _round_magnitudes(a * down * _power_of_two(half - shared), words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS)
+        rounded = _round_magnitudes(
+            a * down * _power_of_two(half - shared), words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS
+        )
         stored = rounded * _power_of_two(half) * _power_of_two(shared - half)
     else:
         if SCALE == AMAX or POWER > 0:  # the other saturates infinity by its own range
@@ -273,7 +301,9 @@ def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
             stored = tl.minimum(stored, _FLT_MAX, propagate_nan=_ALL)
         else:
             amax_head = tl.minimum(_float(largest), _FLT_MAX, propagate_nan=_ALL)[:, None, None]
-            encode = tl.minimum(tl.div_rn(tl.zeros_like(amax_head) + MAX * SCALE_MAX, amax_head), _FLT_MAX, propagate_nan=_ALL)
+            encode = tl.minimum(
+                tl.div_rn(tl.zeros_like(amax_head) + MAX * SCALE_MAX, amax_head), _FLT_MAX, propagate_nan=_ALL
+            )
             encode = tl.where((amax_head == 0.0) | (encode == 0.0), 1.0, encode)
             decode = tl.div_rn(tl.zeros_like(encode) + 1.0, encode)
             wanted = amax * (encode * _ONE_SIXTH)
@@ -308,7 +338,18 @@ def _philox4x32(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def slice_noise(seed, position, layer_head_copy, document, quads, row, column, D_V: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr):
+def slice_noise(
+    seed,
+    position,
+    layer_head_copy,
+    document,
+    quads,
+    row,
+    column,
+    D_V: tl.constexpr,
+    N: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+):
     """uint32 words `[D_V, N]` of the part of a head's state at (row, column), column a multiple of 4; quads = ceil(d_k / 4).
 
     BY_COLUMN: threads lie along d_v first. Every word of a Philox block is used. See `replayssm_emulation.state_noise`.
@@ -323,7 +364,9 @@ def slice_noise(seed, position, layer_head_copy, document, quads, row, column, D
     i += row
     c0 = i[None, :] * quads + quad[:, None] if BY_COLUMN else i[:, None] * quads + quad[None, :]
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    a, b, c, d = _philox4x32(c0.to(tl.uint32), position.to(tl.uint32), layer_head_copy.to(tl.uint32), document.to(tl.uint32), low, high)
+    a, b, c, d = _philox4x32(
+        c0.to(tl.uint32), position.to(tl.uint32), layer_head_copy.to(tl.uint32), document.to(tl.uint32), low, high
+    )
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     if BY_COLUMN:
         words = tl.reshape(tl.permute(tl.reshape(words, (N // 4, D_V, 4)), (1, 0, 2)), (D_V, N))

@@ -13,7 +13,18 @@ decayed keys and queries from `prepare`. Answers take e from the read copy, the 
 import triton
 import triton.language as tl
 
-from .plain_kernels import _banded, _cast, _dot, _largest, _piece_slice, _readout, _state, _store_readout, _store_state, _table
+from .plain_kernels import (
+    _banded,
+    _cast,
+    _dot,
+    _largest,
+    _piece_slice,
+    _readout,
+    _state,
+    _store_readout,
+    _store_state,
+    _table,
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -100,7 +111,9 @@ def _decay_channels(
         tl.store(start_k_ptr + t * d_k + j[None, :], gate * k, mask=there)
     t, width = tl.arange(0, L), tl.arange(0, N)
     tl.store(
-        end_k_ptr + t[:, None] * d_k + j[None, :], tl.reshape(decayed, (L, D_K)), mask=(first + t < stop)[:, None] & (j < d_k)[None, :]
+        end_k_ptr + t[:, None] * d_k + j[None, :],
+        tl.reshape(decayed, (L, D_K)),
+        mask=(first + t < stop)[:, None] & (j < d_k)[None, :],
     )
     tl.store(gate_ptr + half * d_k + j[None, :], gate, mask=(j < d_k)[None, :])
     tl.debug_barrier()  # what one thread stored another reads
@@ -218,8 +231,12 @@ def delta_window_kernel(
                 gates += (tl.load(from_start_ptr + at + L - 1),)
                 k *= tl.load(to_end_ptr + at + t)[:, None]
             end_k += (k,)
-            next_q += (_decayed_slice(q_ptr, q_token, start_q_ptr, first_next, stop_next, p + 1, s, d_k, N, L, CHANNELS),)
-            next_k += (_decayed_slice(k_ptr, k_token, start_k_ptr, first_next, stop_next, p + 1, s, d_k, N, L, CHANNELS),)
+            next_q += (
+                _decayed_slice(q_ptr, q_token, start_q_ptr, first_next, stop_next, p + 1, s, d_k, N, L, CHANNELS),
+            )
+            next_k += (
+                _decayed_slice(k_ptr, k_token, start_k_ptr, first_next, stop_next, p + 1, s, d_k, N, L, CHANNELS),
+            )
         if not CHANNELS:
             from_start = tl.load(from_start_ptr + at + t)[None, :, None]
             queried *= from_start
@@ -256,7 +273,9 @@ def delta_window_kernel(
             # A shared copy is what the fold was made from: its last token has read the fold already.
             if READS_FOLD and not SHARED:
                 last = (stop - 1).to(tl.int64)
-                _store_readout(fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v & (kind > 0), d_k, N, SLICES)
+                _store_readout(
+                    fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v & (kind > 0), d_k, N, SLICES
+                )
             state = _state(slot, place, heads, head, i, d_v, d_k, N)
             if slot >= 0:
                 _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
@@ -266,7 +285,9 @@ def delta_window_kernel(
             if CHAINED:
                 source = ()
                 for s in tl.static_range(SLICES):
-                    source += (_cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),)
+                    source += (
+                        _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),
+                    )
             largest_read = _largest(source, kind, READ_CAST, SLICES)
             recurrence, copy = (), ()
             for s in tl.static_range(SLICES):
@@ -292,12 +313,29 @@ def delta_window_kernel(
                     tl.store(recurrence_ptr + state + s * N, x, mask=inside)
             if LONG:
                 read = copy
-        first, stop, kind, position, slot, origin = first_next, stop_next, kind_next, position_next, slot_next, origin_next
+        first, stop, kind, position, slot, origin = (
+            first_next,
+            stop_next,
+            kind_next,
+            position_next,
+            slot_next,
+            origin_next,
+        )
 
 
 @triton.jit
 def _decayed_slice(
-    x_ptr, stride, decayed_ptr, first, stop, p, s, d_k: tl.constexpr, N: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr
+    x_ptr,
+    stride,
+    decayed_ptr,
+    first,
+    stop,
+    p,
+    s,
+    d_k: tl.constexpr,
+    N: tl.constexpr,
+    L: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """Slice s `[L, N]` of the keys or queries of piece p, tokens [first, stop): decayed ones with CHANNELS, else as they are."""
     if CHANNELS:

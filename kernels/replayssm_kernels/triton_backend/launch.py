@@ -23,7 +23,7 @@ from .plain_kernels import prepare_kernel, window_kernel
 from .token_kernels import token_kernel
 
 if TYPE_CHECKING:
-    from ..torch_backend.plain import Group, Row
+    from ..torch_backend.plain import BatchRow, Group
 
 PIECE = 16  # tokens per piece: the smallest operand of a tensor-core product
 _WIDEST = 256
@@ -121,7 +121,7 @@ def delta_tiles_of(rounded: tuple, d_v: int, d_k: int) -> Tiles:
 
 
 def _launches(
-    inputs: tuple[Tensor, ...], o: Tensor, group: "Group", rows: "Sequence[Row]",
+    inputs: tuple[Tensor, ...], o: Tensor, group: "Group", rows: "Sequence[BatchRow]",
     index: list[int], first: int, cuts: tuple[tuple[int, bool], ...], layer: int, delta: bool,
 ) -> tuple[Tensor, list[tuple[bool, Callable[[], None]]]]:  # fmt: skip
     """(fold, launches) that scan rows which share a schedule; one launch for rows that are compiled alike.
@@ -149,7 +149,9 @@ def _launches(
     for place, row in enumerate(rows):
         found = specialisation(row.scheme, d_v, d_k)
         assert found is not None, row.scheme
-        alike.setdefault((found, delta and row.scheme.read is not None and row.scheme.fold == "stored"), []).append(place)
+        alike.setdefault((found, delta and row.scheme.read is not None and row.scheme.fold == "stored"), []).append(
+            place
+        )
     precision = "ieee" if triton.knobs.runtime.interpret else "tf32x2"
     fold = torch.empty_like(group.recurrence)
 
@@ -159,13 +161,30 @@ def _launches(
         place = _numbers(tuple(members), torch.int32, device)
         seed = _numbers(tuple(rows[m].seed for m in members), torch.int64, device)
         document = _numbers(tuple(rows[m].document for m in members), torch.int64, device)
-        padding = _numbers(tuple(rows[m].padding for m in members), torch.int32, device) if group.lag is None else _of(group.lag, members)
+        padding = (
+            _numbers(tuple(rows[m].padding for m in members), torch.int32, device)
+            if group.lag is None
+            else _of(group.lag, members)
+        )
         tiles = delta_tiles_of(found, d_v, d_k) if delta and not by_token else tiles_of(found, by_token, d_v, d_k)
         grid = (heads, len(members), tiles.parts)
         queries, keys = full if by_token else (q, k)
         strides = (queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1))
         common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
-        shape = (*strides, v.stride(0), v.stride(1), tokens, layer, heads, groups, d_v, d_k, tiles.height, tiles.width, tiles.slices)
+        shape = (
+            *strides,
+            v.stride(0),
+            v.stride(1),
+            tokens,
+            layer,
+            heads,
+            groups,
+            d_v,
+            d_k,
+            tiles.height,
+            tiles.width,
+            tiles.slices,
+        )
         casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
         options = {
             "num_warps": tiles.warps,
@@ -213,7 +232,9 @@ def _launches(
             **casts, READS_FOLD=reads_fold, LONG=long, EXACT=exact, PRECISION=precision, **options,
         )  # fmt: skip
 
-    return fold, [(b, partial(launch, *how, members, b)) for how, members in alike.items() for b in [single and how[0][-1]]]
+    return fold, [
+        (b, partial(launch, *how, members, b)) for how, members in alike.items() for b in [single and how[0][-1]]
+    ]
 
 
 _compile_only = False
@@ -263,7 +284,7 @@ def _run_side_by_side(launches: list[tuple[bool, Callable[[], None]]], device: t
 
 
 def scan_groups(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: "Sequence[Group]", rows: "Sequence[Row]",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: "Sequence[Group]", rows: "Sequence[BatchRow]",
     start: int, layer: int, delta: bool,
 ) -> None:  # fmt: skip
     """The next T tokens of every group, from position `start`: `scan._scan_group` on the device.
@@ -280,11 +301,15 @@ def scan_groups(
         inputs: tuple[Tensor, ...] = (q, k, v, beta, log_decay)
         if pending:
             records = (q.new_zeros(len(index), pending, *q.shape[2:]), *group.records)
-            inputs = tuple(torch.cat([old, _of(x, index).to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True))
+            inputs = tuple(
+                torch.cat([old, _of(x, index).to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True)
+            )
             index, target = list(range(len(index))), torch.full(inputs[2].shape, torch.nan, device=o.device)
         fold, work = _launches(inputs, target, group, members, index, first, cuts, layer, delta)
         launches += work
-        finish.append((group, members, inputs, index, target, fold, cuts, pending, stop - (cuts[-1][0] + 1 if cuts else first)))
+        finish.append(
+            (group, members, inputs, index, target, fold, cuts, pending, stop - (cuts[-1][0] + 1 if cuts else first))
+        )
     _run_side_by_side(launches, v.device)
     for group, members, inputs, index, target, fold, cuts, pending, tail in finish:
         if pending:
@@ -295,7 +320,10 @@ def scan_groups(
             group.flushes += rounded
             chained, shared = (
                 _numbers(tuple(flags), torch.bool, v.device)
-                for flags in ([row.scheme.cast == "chained" for row in members], [row.scheme.read is None for row in members])
+                for flags in (
+                    [row.scheme.cast == "chained" for row in members],
+                    [row.scheme.read is None for row in members],
+                )
             )
             source = torch.where(chained.view(-1, 1, 1, 1), group.recurrence, fold)
             group.changed[:, 0] += (group.recurrence != fold).flatten(1).any(1)

@@ -67,7 +67,9 @@ def _compare_kernel(logits_ptr, target_ptr, sum_ptr, top1_ptr, rows, tokens, voc
         high = tl.max(z_0, axis=0)
         if high > top_0:
             there = tl.load(mine_ptr + tl.min(tl.where(z_0 == high, i, vocab), axis=0)).to(tl.float32)
-            usable = tl.abs(there - high) < 1000.0  # not where one row suppresses the token: c would swallow what differs
+            usable = (
+                tl.abs(there - high) < 1000.0
+            )  # not where one row suppresses the token: c would swallow what differs
             new_c = tl.where(usable, there - high, 0.0)
             new_pivot = tl.where(usable, there, high)
             # exp(d + a) - 1 - (d + a) = exp(a)·(exp(d) - 1 - d) + (exp(a) - 1)·d + (exp(a) - 1 - a), times the new scale.
@@ -141,7 +143,10 @@ def compare_logits_triton(
         )  # fmt: skip
     weight, moved, excess, barred, top_0, pivot, own, own_z, top, z_target = sums.double()
     d, g = moved / weight, excess / weight
-    log_weight, log_own = weight.log(), own.log()  # a row's normaliser is its top plus this, which huge logits would swallow
+    log_weight, log_own = (
+        weight.log(),
+        own.log(),
+    )  # a row's normaliser is its top plus this, which huge logits would swallow
     # The error of log1p(g + d) is fp32's times (g + |d|) / (1 + g + d), that of the sums themselves fp32's. g may have overflowed.
     shift = torch.where(g + d.abs() <= 1, torch.log1p(g + d), top - pivot + log_own - log_weight)
     kl = torch.where(torch.exp(barred - top_0 - log_weight) > 0, torch.inf, shift - d)

@@ -59,8 +59,12 @@ def prepare_kernel(
     live = first + t < stop
     token = (first + t).to(tl.int64)
     inside = live[:, None] & (j < d_k)[None, :]
-    q = tl.load(q_ptr + row * q_row + token[:, None] * q_token + group * d_k + j[None, :], mask=inside, other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + row * k_row + token[:, None] * k_token + group * d_k + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + row * q_row + token[:, None] * q_token + group * d_k + j[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
+    k = tl.load(k_ptr + row * k_row + token[:, None] * k_token + group * d_k + j[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     scores = _dot(q, tl.trans(k), EXACT, EXACT, PRECISION)
     share = heads // groups
     for head in range(group * share, (group + 1) * share):
@@ -161,7 +165,9 @@ def window_kernel(
             # A shared copy is what the fold was made from: its last token has read the fold already.
             if READS_FOLD and not SHARED:
                 last = (stop - 1).to(tl.int64)
-                _store_readout(fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v & (kind > 0), d_k, N, SLICES)
+                _store_readout(
+                    fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v & (kind > 0), d_k, N, SLICES
+                )
             state = _state(slot, place, heads, head, i, d_v, d_k, N)
             if slot >= 0:
                 _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
@@ -171,7 +177,9 @@ def window_kernel(
             if CHAINED:
                 source = ()
                 for s in tl.static_range(SLICES):
-                    source += (_cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),)
+                    source += (
+                        _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),
+                    )
             largest_read = _largest(source, kind, READ_CAST, SLICES)
             recurrence, copy = (), ()
             from_read = tl.zeros_like(from_read)
@@ -195,7 +203,14 @@ def window_kernel(
                     tl.store(recurrence_ptr + state + s * N, x, mask=inside)
             if LONG:
                 read = copy
-        first, stop, kind, position, slot, origin = first_next, stop_next, kind_next, position_next, slot_next, origin_next
+        first, stop, kind, position, slot, origin = (
+            first_next,
+            stop_next,
+            kind_next,
+            position_next,
+            slot_next,
+            origin_next,
+        )
 
 
 @triton.jit

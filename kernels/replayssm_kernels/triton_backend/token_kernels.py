@@ -125,7 +125,9 @@ def token_kernel(
 
 
 @triton.jit
-def _load_rows(base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr):
+def _load_rows(
+    base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr
+):
     """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all of them. WHOLE: nothing lies outside."""
     if BY_COLUMN:
         # With the vectors of 4 on an axis of their own, threads are laid along d_v before d_k.
@@ -144,7 +146,16 @@ def _load_rows(base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_
 
 @triton.jit
 def _cast_token(
-    x, seed, position, key, document, origin, d_k: tl.constexpr, CAST: tl.constexpr, SLICES: tl.constexpr, BY_COLUMN: tl.constexpr
+    x,
+    seed,
+    position,
+    key,
+    document,
+    origin,
+    d_k: tl.constexpr,
+    CAST: tl.constexpr,
+    SLICES: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):
     """A copy as it reads back."""
     if CAST[0]:

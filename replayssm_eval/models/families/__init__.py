@@ -40,7 +40,9 @@ def _gdn(kind: str, mixer: str) -> Family:
         return m.num_v_heads, m.num_k_heads, m.head_v_dim, m.head_k_dim
 
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, delta=True)
+    return Family(
+        f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, delta=True
+    )
 
 
 def _kda(kind: str, mixer: str) -> Family:
@@ -48,7 +50,9 @@ def _kda(kind: str, mixer: str) -> Family:
         return m.num_heads, m.num_heads, m.head_dim, m.head_dim
 
     names = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
-    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, True, True)
+    return Family(
+        f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, True, True
+    )
 
 
 def _lightning_shape(m: Any) -> tuple[int, int, int, int]:
@@ -94,4 +98,6 @@ def family_of(config: Any) -> Family:
             f"model type {kind!r} is Mamba-1: its decay differs for every state element, so a window has no matrix form, and "
             "its transformers code resets the state between calls; use a Mamba-2 model"
         )
-    raise UsageError(f"model type {kind!r} has no recurrent state layers that are known here; known: {', '.join(FAMILIES)}")
+    raise UsageError(
+        f"model type {kind!r} has no recurrent state layers that are known here; known: {', '.join(FAMILIES)}"
+    )

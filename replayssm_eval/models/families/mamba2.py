@@ -37,10 +37,14 @@ def patches(session):
             y.addcmul_(D.float()[..., None], hidden_states)  # in place: y is the largest tensor of a pass
         return (y, state) if return_final_states else y
 
-    def mamba2_selective_state_update(state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **kwargs):
+    def mamba2_selective_state_update(
+        state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **kwargs
+    ):
         """One token: x and dt `[R, H, d_v]`, A `[H, d_v, d_k]`, B and C `[R, G, d_k]` -> y `[R, H, d_v]`."""
         step = step_size(dt[:, None, :, 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
-        y, new_state = session.scan(C[:, None], B[:, None], hidden_states[:, None], step, step * A[:, 0, 0].float(), state)
+        y, new_state = session.scan(
+            C[:, None], B[:, None], hidden_states[:, None], step, step * A[:, 0, 0].float(), state
+        )
         state.copy_(new_state)
         y = y[:, 0]
         if D is not None:
