@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 import torch
-from replayssm_emulation import parse_scheme
+from replayssm_emulation import Rule, parse_scheme
 from replayssm_kernels import BatchRow, compile_only, replay_scan
 
 from replayssm_eval.bench.run import RULES
@@ -39,7 +39,7 @@ def scan_all(device: str, backend: str) -> list[tuple[str, torch.Tensor]]:
         log_decay = -0.1 * torch.rand(len(rows), tokens, 4, *([d_k] if rule == "kda" else []), generator=g)
         inputs = [x.to(device) for x in (q, k, v, beta, log_decay)]
         for part in zip(*(x.split(PIECES, dim=1) for x in inputs), strict=True):
-            o, carry = replay_scan(*part, rows, carry, layer=3, delta=rule != "plain", backend=backend)
+            o, carry = replay_scan(*part, rows, carry, layer=3, rule=Rule(rule), backend=backend)
             parts.append(o)
         found.append((f"{rule}, heads of {d_v} x {d_k}", torch.cat(parts, dim=1).cpu()))
     return found

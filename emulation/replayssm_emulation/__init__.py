@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import RunError, UsageError
 from .formats import FORMATS, Format, get_format
+from .rule import Rule
 from .schedule import fixed_window
 from .scheme import PRESETS, Copy, Scheme, parse_scheme
 
@@ -19,6 +20,7 @@ __all__ = [
     "Copy",
     "Format",
     "NoiseKey",
+    "Rule",
     "RunError",
     "Scheme",
     "UsageError",

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from replayssm_emulation import Scheme, UsageError, parse_scheme
+from replayssm_emulation import Rule, Scheme, UsageError, parse_scheme
 from replayssm_kernels import BACKENDS, BatchRow, choose_backend, compile_only, replay_scan
 
 from ..kl.metrics import compare_logits
@@ -149,7 +149,7 @@ def _scan_all(layer: Shape, delta_layer: Shape, schemes: Sequence[Scheme], rows:
         inputs = _inputs(shape, 64, rows, device)
         inputs = inputs if rule == "plain" else _delta_inputs(inputs, rule == "kda")
         for scheme in wanted:
-            replay_scan(*inputs, [BatchRow(scheme)] * rows, None, layer=0, delta=rule != "plain", backend="triton")
+            replay_scan(*inputs, [BatchRow(scheme)] * rows, None, layer=0, rule=Rule(rule), backend="triton")
 
 
 class _Clock:
@@ -326,7 +326,7 @@ def _delta(
             batch = [parse_scheme(name)] * rows
             seeded = [BatchRow(scheme, seed) for seed, scheme in enumerate(batch)]
             seconds = clock.median(
-                partial(replay_scan, *inputs, seeded, None, layer=0, delta=rule != "plain", backend=backend)
+                partial(replay_scan, *inputs, seeded, None, layer=0, rule=Rule(rule), backend=backend)
             )
             work = _scan_work(layer, batch, tokens, inputs, rule)
             entry = _entry(f"{rule} {name}", seconds, rows, tokens, *work, ceilings)

@@ -325,6 +325,8 @@ def _print_kl(result: dict[str, Any]) -> None:
     from rich.text import Text
 
     from ..kl import figure, report
+    from ..results.plotting import thousands
+    from ..results.templates import number
 
     table = Table(
         title="Mean KL against fp32 state, nats per token, by position" + report.random_note(result),
@@ -337,17 +339,17 @@ def _print_kl(result: dict[str, Any]) -> None:
     bins = list(range(len(result["bins"])))
     if len(bins) > fitting:  # a narrow terminal shows the ends and what fits between; the report has all
         bins = sorted({round(i * (len(bins) - 1) / (fitting - 1)) for i in range(fitting)})
-    columns = [f"{figure.thousands(a)}–{figure.thousands(b)}" for a, b in (result["bins"][i] for i in bins)]
+    columns = [f"{thousands(a)}–{thousands(b)}" for a, b in (result["bins"][i] for i in bins)]
     for column in ("scheme", *columns, "all", "p99", "same top-1", "ΔNLL"):
         table.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
     for row in result["rows"]:
         if row["role"] != "reference":
-            figures = [report.number(v) for v in (*(row["kl_mean"][i] for i in bins), row["kl"], row["kl_p99"])]
+            figures = [number(v) for v in (*(row["kl_mean"][i] for i in bins), row["kl"], row["kl_p99"])]
             table.add_row(
                 Text(figure.label(row)),
                 *figures,
-                report.number(row["same_top1_overall"], 4),
-                report.number(row["nll_difference_overall"], 2),
+                number(row["same_top1_overall"], 4),
+                number(row["nll_difference_overall"], 2),
             )
     console.print(table)
     if len(bins) < len(result["bins"]):

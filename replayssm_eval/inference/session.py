@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
+from replayssm_emulation import Rule, RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import BatchRow, Carry, Group, choose_backend, replay_scan
 from torch import Tensor
 from transformers import Cache
@@ -34,13 +34,13 @@ class Session:
         mixers: dict[int, Any],
         follow_hf_clamp: bool = False,
         backend: str = "torch",
-        delta: bool = False,
+        rule: Rule = Rule.PLAIN,
     ):
         self.rows = list(rows)
         self.layers = list(mixers)
         self.follow_hf_clamp = follow_hf_clamp
         self.backend = backend
-        self.delta = delta
+        self.rule = rule
         self.may_capture = True  # decoding steps as CUDA graphs, until a model turns out not to be able to
         self._carries: dict[int, Carry] = {}
         self._serials: dict[int, int] = {}
@@ -117,12 +117,12 @@ class Session:
                 "schemes are emulated for inference only: call the model under torch.inference_mode() or torch.no_grad()"
             )
         o, carry = replay_scan(
-            q, k, v, beta, log_decay, self.rows, carry, layer=layer, delta=self.delta, backend=self.backend
+            q, k, v, beta, log_decay, self.rows, carry, layer=layer, rule=self.rule, backend=self.backend
         )
         if self._twins is not None:
             twin = self._twins.get(layer)
             expected, self._twins[layer] = replay_scan(
-                q, k, v, beta, log_decay, self.rows, twin, layer=layer, delta=self.delta
+                q, k, v, beta, log_decay, self.rows, twin, layer=layer, rule=self.rule
             )
             self._compare_scans(o, expected)
         held = {t.dtype for group in carry.groups for t in (group.recurrence, group.read)}
@@ -329,7 +329,7 @@ def attach(
     mixers = state_layers(model)
     family = family_of(model.config.get_text_config())
     for row in rows:
-        if row.scheme.fold != "exact" and not family.delta:
+        if row.scheme.fold != "exact" and not family.rule.delta:
             raise UsageError(
                 f"scheme {row.scheme}: +fold={row.scheme.fold} is a choice of delta-rule models; {model.config.model_type} has none"
             )
@@ -341,7 +341,7 @@ def attach(
     if getattr(module, "_replayssm_session", None) is not None:
         raise UsageError(f"another session is attached to {family.modeling}: leave it first")
     chosen = choose_backend(backend, model.device, [row.scheme for row in rows])
-    session = Session(rows, mixers, follow_hf_clamp, chosen, family.delta)
+    session = Session(rows, mixers, follow_hf_clamp, chosen, family.rule)
     unpatched = probe_unpatched(model) if probe else None  # before the functions are replaced
     with ExitStack() as stack:
         stack.enter_context(without_dense_masks(model))

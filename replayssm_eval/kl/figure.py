@@ -1,56 +1,20 @@
 """The picture of a KL run: KL, agreement and ΔNLL against position."""
 
-import colorsys
-import io
 from typing import Any
 
 import numpy as np
-from replayssm_emulation import parse_scheme
 
+from ..results.plotting import STYLE, look_of, rendered, thousands
 from . import statistics as stats
 
-# Okabe-Ito: distinguishable with every common kind of colour blindness. A format keeps its colour in every figure.
-_COLOURS = {
-    "nvfp4": "#D55E00",
-    "mxfp4": "#E69F00",
-    "int4": "#8C510A",
-    "mxfp6": "#F0E442",
-    "fp8": "#0072B2",
-    "mxfp8": "#56B4E9",
-    "int8": "#009E73",
-    "int16": "#66A61E",
-    "fp16": "#CC79A7",
-    "bf16": "#7570B3",
-    "fp32": "#000000",
-}
 _FIRST_BIN = 64
 _MOST_WITH_QUANTILES = 6  # schemes; with more, the thin lines hide the thick ones
-
-
-def thousands(value: int) -> str:
-    """1024 -> 1K; other numbers as they are."""
-    return f"{value // 1024}K" if value >= 1024 and value % 1024 == 0 else str(value)
 
 
 def label(row: dict[str, Any]) -> str:
     """Name of a row: its scheme (its role for reference and control), and its seed if that is not 0."""
     name = row["scheme"] if row["role"] == "scheme" else row["role"]
     return name if not row["seed"] else f"{name} seed {row['seed']}"
-
-
-def _look(scheme: str) -> dict[str, Any]:
-    """Colour by what is read, line by copies (solid shared, dashed separate, dash-dotted every token), mark by rounding."""
-    parsed = parse_scheme(scheme)
-    name = (parsed.read or parsed.recurrence).format.name
-    matches = [known for known in _COLOURS if name == known or name.startswith(known + "-")]
-    colour = _COLOURS[max(matches, key=len)] if matches else "#555555"
-    nearest = parsed.recurrence.lossy and parsed.recurrence.rounding == "nearest"
-    if nearest:  # a darker shade, so that rounding can be told without the marks
-        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
-        colour = "#" + "".join(f"{round(255 * c):02x}" for c in colorsys.hls_to_rgb(hue, 0.6 * light, saturation))
-    line = "--" if parsed.read else "-." if parsed.window == 1 else "-"
-    return {"color": colour, "linestyle": line, "marker": "v" if nearest else "o"}
 
 
 def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str, bytes]:
@@ -69,9 +33,7 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
     bins = stats.position_bins(tokens, prompt, _FIRST_BIN)
     middle = [np.sqrt(max(a - prompt, 16) * (b - prompt)) for a, b in bins]
     schemes = [r for r, row in enumerate(result["rows"]) if row["role"] == "scheme"]
-    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"svg.hashsalt": "replayssm-eval", "svg.fonttype": "none"}
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, (top, agree, nll) = plt.subplots(
             3, 1, figsize=(7.5, 8.5), sharex=True, height_ratios=(3, 1, 1), layout="constrained"
         )
@@ -80,7 +42,7 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
             top.plot(middle, control, ":", color="black")
         ends, banded = [], False
         for r in schemes:
-            row, look = result["rows"][r], _look(result["rows"][r]["scheme"])
+            row, look = result["rows"][r], look_of(result["rows"][r]["scheme"])
             series = {name: [array[r][:, a:b] for a, b in bins] for name, array in values.items()}
             means = np.array([stats.mean(k) or np.nan for k in series["kl"]])
             top.plot(middle, means, markersize=3.5, linewidth=1.8, **look)
@@ -124,19 +86,6 @@ def kl_figure(result: dict[str, Any], values: dict[str, np.ndarray]) -> dict[str
             _legend(result, banded, len(schemes) <= _MOST_WITH_QUANTILES), fontsize=7.5, color="#444444", loc="left"
         )
         return rendered(figure)
-
-
-def rendered(figure: Any) -> dict[str, bytes]:
-    """A finished figure as "png" and "svg", the same bytes every time, and closed. Call it inside the figure's rc context."""
-    import matplotlib.pyplot as plt
-
-    out = {}
-    for kind in ("png", "svg"):
-        sink = io.BytesIO()
-        figure.savefig(sink, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-        out[kind] = sink.getvalue()
-    plt.close(figure)
-    return out
 
 
 def _legend(result: dict[str, Any], banded: bool, quantiles: bool) -> str:

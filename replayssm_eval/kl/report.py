@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from .figure import label, thousands
+from ..results.plotting import thousands
+from ..results.templates import environment, picture
+from .figure import label
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def random_note(result: dict[str, Any]) -> str:
@@ -56,43 +60,17 @@ def _level_from(intervals: list[list[float] | None]) -> int | None:
     return level if len(intervals) - level >= 3 else None
 
 
-def _environment(escape: bool) -> Any:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(
-            [Path(__file__).parents[1] / room / "templates" for room in ("kl", "quartiles")]
-        ),
-        autoescape=escape,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["number"] = number
-    environment.filters["thousands"] = thousands
-    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
-    environment.globals.update(label=label, growth=growth, random_note=random_note)
-    return environment
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A figure for a table: `digits` significant digits, a dash for nothing."""
-    return "–" if value is None else "0" if value == 0 else f"{value:.{digits}g}"
+def _render(template: str, escape: bool, result: dict[str, Any], **more: Any) -> str:
+    shared = {"label": label, "growth": growth, "random_note": random_note}
+    page = environment(_TEMPLATES, escape, shared).get_template(template)
+    return page.render(result=result, reading=reading(result), **more)
 
 
 def kl_markdown(result: dict[str, Any]) -> str:
     """report.md of a KL run."""
-    return _environment(escape=False).get_template("kl.md").render(result=result, reading=reading(result))
+    return _render("kl.md", False, result)
 
 
 def kl_html(result: dict[str, Any], svg: str) -> str:
     """report.html of a KL run: one file, figure inside. `svg` is our own drawing; everything else is escaped."""
-    import markupsafe
-
-    picture = markupsafe.Markup(svg[svg.index("<svg") :])
-    return (
-        _environment(escape=True)
-        .get_template("kl.html")
-        .render(result=result, reading=reading(result), picture=picture)
-    )
+    return _render("kl.html", True, result, picture=picture(svg))

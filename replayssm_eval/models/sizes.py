@@ -45,7 +45,7 @@ def model_sizes(name: str) -> dict[str, Any]:
     layers = state_layers(model)
     heads, groups, d_v, d_k = family.shape(next(iter(layers.values())))
     gates = heads * (
-        d_k + 1 if family.per_channel else 2 if family.delta else 1
+        d_k + 1 if family.rule.per_channel else 2 if family.rule.delta else 1
     )  # log α and β; Mamba-2 has both from Δ
     record = len(layers) * (2 * (heads * d_v + groups * d_k) + 4 * gates)
     elements = len(layers) * heads * d_v * d_k

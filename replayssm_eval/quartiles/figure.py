@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from replayssm_emulation import UsageError
 
-from ..kl.figure import _COLOURS, _look, rendered
+from ..results.plotting import COLOURS, STYLE, look_of, rendered
 
 _SPARE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito, for arms that name no format
 
@@ -20,10 +20,10 @@ def arm_look(name: str, role: str, number: int) -> dict[str, Any]:
             "marker": "s",
         }
     try:
-        return _look(name)
+        return look_of(name)
     except UsageError:
         words = re.findall(r"[a-z0-9]+", name.lower())
-        colour = next((_COLOURS[w] for w in words if w in _COLOURS), _SPARE[number % len(_SPARE)])
+        colour = next((COLOURS[w] for w in words if w in COLOURS), _SPARE[number % len(_SPARE)])
         return {"color": colour, "linestyle": "-", "marker": "oD^vP"[number % 5]}
 
 
@@ -53,9 +53,7 @@ def quartile_figure(result: dict[str, Any]) -> dict[str, bytes]:
     places[-1] += 0.4 if bins else 0  # the overall row is not one more length
     arms = [{"role": "reference", **result["reference"]}, *result["variants"]]
     offsets = (np.arange(len(arms)) - (len(arms) - 1) / 2) * min(0.16, 0.7 / len(arms))
-    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"svg.hashsalt": "replayssm-eval", "svg.fonttype": "none"}
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, (top, below) = plt.subplots(
             2, 1, figsize=(1.5 * max(5, len(ticks)), 6.5), sharex=True, height_ratios=(3, 2), layout="constrained"
         )

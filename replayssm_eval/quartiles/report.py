@@ -1,10 +1,13 @@
 """Tables, plain sentences and report files of a quartiles run."""
 
+from pathlib import Path
 from typing import Any
 
-from ..kl import report
+from ..results.templates import environment, picture
 from .comparison import FALLS, GAIN, IN_CONTROL, LOSS, RISES, UNDECIDED
 from .figure import length_label, shown_name
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 # Of a table; those from "cut off" on are the second half where it is too wide.
 COLUMNS = (
@@ -156,9 +159,8 @@ def _render(template: str, result: dict[str, Any], escape: bool, **more: Any) ->
         {"title": title(result, v), "rows": rows(result, v), "reading": reading(result, v), **v}
         for v in result["variants"]
     ]
-    environment = report._environment(escape)
-    environment.globals.update(length_label=length_label, percent=_percent)
-    return environment.get_template(template).render(result=result, columns=COLUMNS, arms=arms, **more)
+    page = environment(_TEMPLATES, escape, {"length_label": length_label, "percent": _percent}).get_template(template)
+    return page.render(result=result, columns=COLUMNS, arms=arms, **more)
 
 
 def quartiles_markdown(result: dict[str, Any]) -> str:
@@ -168,6 +170,4 @@ def quartiles_markdown(result: dict[str, Any]) -> str:
 
 def quartiles_html(result: dict[str, Any], svg: str) -> str:
     """quartiles.html: one file, figure inside. `svg` is our own drawing; everything else is escaped."""
-    import markupsafe
-
-    return _render("quartiles.html", result, escape=True, picture=markupsafe.Markup(svg[svg.index("<svg") :]))
+    return _render("quartiles.html", result, escape=True, picture=picture(svg))

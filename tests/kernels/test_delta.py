@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
+from replayssm_emulation import NoiseKey, Rule, fixed_window, parse_scheme, recurrence_steps
 from replayssm_kernels import BatchRow, replay_scan
 
 from tests.helpers.models import delta_inputs
@@ -27,7 +27,7 @@ def scan(x, rows, pieces=(TOKENS,)):
     carry, parts, position = None, [], 0
     for n in pieces:
         part = (a[None, position : position + n].expand(len(rows), *a[position : position + n].shape) for a in x)
-        o, carry = replay_scan(*part, rows, carry, layer=2, delta=True)
+        o, carry = replay_scan(*part, rows, carry, layer=2, rule=Rule.DELTA)
         parts.append(o)
         position += n
     return torch.cat(parts, dim=1), carry
@@ -95,7 +95,7 @@ def test_a_long_prompt() -> None:
     """200 tokens of prompt, copies handed over at its end: the float64 recurrence still."""
     x = tuple(torch.cat([a] * 4)[:212] for a in inputs(True))
     row = BatchRow(parse_scheme("fp16/fp32@8"), prompt=200)
-    o, carry = replay_scan(*(a[None] for a in x), [row], None, layer=2, delta=True)
+    o, carry = replay_scan(*(a[None] for a in x), [row], None, layer=2, rule=Rule.DELTA)
     q, k, v, beta, log_decay = (a.double() for a in x)
     q, k = (a.repeat_interleave(HEADS // GROUPS, dim=1) for a in (q, k))
     expected = recurrence_steps(
@@ -110,11 +110,19 @@ def test_one_step_by_hand() -> None:
     """S=1, k=1, v=0, α=.5, β=1: the error is -.5, so the state becomes 0."""
     one = torch.ones(1, 1, 1, 1)
     _, carry = replay_scan(
-        one, one, one, one[..., 0], torch.zeros(1, 1, 1), [BatchRow(parse_scheme("fp32@1"))], None, layer=0, delta=True
+        one,
+        one,
+        one,
+        one[..., 0],
+        torch.zeros(1, 1, 1),
+        [BatchRow(parse_scheme("fp32@1"))],
+        None,
+        layer=0,
+        rule=Rule.DELTA,
     )
     assert carry.groups[0].recurrence.item() == 1
     half = torch.full((1, 1, 1), 0.5).log()
     o, carry = replay_scan(
-        one, one, 0 * one, one[..., 0], half, [BatchRow(parse_scheme("fp32@1"))], carry, layer=0, delta=True
+        one, one, 0 * one, one[..., 0], half, [BatchRow(parse_scheme("fp32@1"))], carry, layer=0, rule=Rule.DELTA
     )
     assert o.item() == carry.groups[0].recurrence.item() == 0

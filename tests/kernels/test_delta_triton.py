@@ -5,7 +5,7 @@ On a GPU where there is one, otherwise in the interpreter.
 
 import pytest
 import torch
-from replayssm_emulation import NoiseKey, fixed_window, parse_scheme, recurrence_steps
+from replayssm_emulation import NoiseKey, Rule, fixed_window, parse_scheme, recurrence_steps
 from replayssm_kernels import BatchRow, replay_scan
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def run(x, rows, backend: str = "triton", pieces: tuple[int, ...] = ()):
         part = (
             a[None, position : position + n].expand(len(rows), *a[position : position + n].shape).to(DEVICE) for a in x
         )
-        o, carry = replay_scan(*part, rows, carry, layer=2, delta=True, backend=backend)
+        o, carry = replay_scan(*part, rows, carry, layer=2, rule=Rule.DELTA, backend=backend)
         outputs.append(o.cpu())
         position += n
     assert position == len(x[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from replayssm_emulation import Scheme, UsageError, fixed_window, quantize_with_noise, state_noise
+from replayssm_emulation import Rule, Scheme, UsageError, fixed_window, quantize_with_noise, state_noise
 from replayssm_emulation.formats import get_format
 from replayssm_emulation.philox import READ, RECURRENCE
 from replayssm_emulation.schedule import folds, segments
@@ -143,7 +143,7 @@ def replay_scan(
     carry: Carry | None,
     *,
     layer: int,
-    delta: bool = False,
+    rule: Rule = Rule.PLAIN,
     backend: str = "torch",
 ) -> tuple[Tensor, Carry]:
     """Outputs of the next T tokens and the carry after them: of the plain recurrence, or of the delta rule.
@@ -172,12 +172,12 @@ def replay_scan(
         from ..triton_backend.launch import scan_groups
 
         check_rows(rows, d_v, d_k)
-        scan_groups(q, k, v, beta, log_decay, o, carry.groups, rows, start, layer, delta)
+        scan_groups(q, k, v, beta, log_decay, o, carry.groups, rows, start, layer, rule.delta)
     else:
         for group in carry.groups:
             inputs = tuple(x[group.rows] for x in (k, v, beta, log_decay))
             members = [rows[r] for r in group.rows]
-            o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer, delta)
+            o[group.rows] = _scan_group(q[group.rows], inputs, group, members, start, stop, layer, rule.delta)
     carry.position = stop
     return o, carry
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from replayssm_emulation import UsageError
+from replayssm_emulation import Rule, UsageError
 
 from . import delta, lightning, mamba2
 
@@ -15,7 +15,7 @@ class Family:
     """modeling: the transformers module whose functions are replaced; mixer: the class name of its state layers.
 
     patches(session): the replacements by function name, or Class.method. shape(mixer): (heads, groups of keys, d_v, d_k).
-    delta: whether the recurrence is a delta rule. per_channel: whether every channel of d_k has a decay of its own.
+    rule: how its layers update a state.
     cache(): an empty cache, of models that do not take a DynamicCache.
     """
 
@@ -23,8 +23,7 @@ class Family:
     mixer: str
     patches: Callable[[Any], dict[str, Callable]]
     shape: Callable[[Any], tuple[int, int, int, int]]
-    delta: bool = False
-    per_channel: bool = False
+    rule: Rule = Rule.PLAIN
     cache: Callable[[], Any] | None = None
 
 
@@ -41,7 +40,7 @@ def _gdn(kind: str, mixer: str) -> Family:
 
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     return Family(
-        f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, delta=True
+        f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, Rule.DELTA
     )
 
 
@@ -51,7 +50,11 @@ def _kda(kind: str, mixer: str) -> Family:
 
     names = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
     return Family(
-        f"transformers.models.{kind}.modeling_{kind}", mixer, partial(delta.patches, names=names), shape, True, True
+        f"transformers.models.{kind}.modeling_{kind}",
+        mixer,
+        partial(delta.patches, names=names),
+        shape,
+        Rule.DELTA_PER_CHANNEL,
     )
 
 
