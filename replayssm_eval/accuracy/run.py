@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from replayssm_emulation import Scheme, UsageError, parse_scheme
+from replayssm_emulation.errors import require
 
 from ..models.loading import Loaded, load, location_of, weights_digest
 from ..results.files import check_output, code_digest, jsonable, write_atomic
@@ -110,6 +111,7 @@ def run_accuracy(
     """
     arms = arms_of(options)
     check_output(output, overwrite, resume)
+    require("lm_eval", "accuracy", "accuracy")
     tasks = _tasks(options)
     _check_lengths(options, tasks)
     loaded = loaded or load(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replayssm_emulation import UsageError
+from replayssm_emulation.errors import require
 
 BUILTIN = {"moby-dick": "moby_dick_1851.txt.gz", "persuasion": "persuasion.txt.gz"}
 _ASSETS = Path(__file__).parents[1] / "assets" / "books"
@@ -180,6 +181,7 @@ def _parquet(path: Path, text_key: str | None) -> Iterator[Book]:
 
 
 def _pg19(split: str) -> Iterator[Book]:
+    require("datasets", "pg19", "--corpus pg19")
     from datasets import load_dataset
 
     from ..models.hub import hub_reachable

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replayssm_emulation import RunError, UsageError
+from replayssm_emulation.errors import require
 
 from .registry import REGISTRY, ModelEntry
 
@@ -86,6 +87,8 @@ def load(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {device} cannot be used: {str(error).strip().splitlines()[0]}") from None
+    if device_map:
+        require("accelerate", "multi-gpu", "--device-map")
     if random_weights:
         return _random(name, entry, dtype, device, device_map)
     torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -196,7 +199,6 @@ def _spread(name: str, empty: Any, device_map: str) -> dict[str, Any]:
 def _filled(empty: Any, placement: dict[str, Any]) -> Any:
     """A model that was built without weights, with random ones where `placement` says."""
     import torch
-    from accelerate import dispatch_model
 
     for at, place in placement.items():
         empty.get_submodule(at).to_empty(device=place)
@@ -210,9 +212,11 @@ def _filled(empty: Any, placement: dict[str, Any]) -> Any:
     if left := [at for at, x in floating.items() if x.isnan().any()]:
         raise RunError(f"{type(empty).__name__} leaves {left[:3]} without a value: random weights cannot be made")
     model = empty.eval()
-    return (
-        model if len(placement) == 1 else dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)
-    )
+    if len(placement) == 1:
+        return model
+    from accelerate import dispatch_model
+
+    return dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)
 
 
 def _facts(name: str, location: str, model: Any, revision: str | None) -> dict[str, Any]:

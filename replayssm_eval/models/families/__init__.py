@@ -62,7 +62,7 @@ def _lightning_shape(m: Any) -> tuple[int, int, int, int]:
     return m.num_attention_heads, m.num_attention_heads, m.head_dim, m.head_dim
 
 
-#: By `model_type`. How to add one: ADDING.md beside this file.
+#: By `model_type`. docs/adding-a-family.md says how to add one.
 FAMILIES = {
     "mamba2": _mamba2("mamba2", "Mamba2Mixer"),
     "nemotron_h": _mamba2("nemotron_h", "NemotronHMamba2Mixer"),
