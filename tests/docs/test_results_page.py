@@ -1,0 +1,147 @@
+"""docs/results.md documents every key of every JSON file and every column of every Parquet file that a run writes."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "results.md"
+REPORTS = {
+    "kl.json": ["performance/nemotron-3-super.json", "performance/qwen3.5-4b.json"],
+    "quartiles.json": ["tiny-answers/quartiles.json"],
+    "bench JSON": ["performance/bench.json"],
+}
+
+
+def section(name: str) -> str:
+    """The text between one heading of the page and the next."""
+    return re.split(r"^## ", PAGE.read_text(encoding="utf-8").split(f"\n## {name}\n")[1], flags=re.M)[0]
+
+
+def expanded(path: str) -> Iterator[str]:
+    """`a.{b,c}` -> `a.b`, `a.c`."""
+    parts = re.split(r"\{([^}]*)\}", path)
+    yield from map("".join, itertools.product(*([p] if i % 2 == 0 else p.split(",") for i, p in enumerate(parts))))
+
+
+def documented(name: str) -> list[re.Pattern[str]]:
+    """One pattern per path in the first column of the section's tables."""
+    paths = [
+        p for line in re.findall(r"^\| (`.*?) \|", section(name), flags=re.M) for p in re.findall(r"`([^`]+)`", line)
+    ]
+    return [re.compile(re.escape(path).replace(r"\*", "[^\x00]+")) for p in paths for path in expanded(p)]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of everything that is neither a mapping nor a list; an empty mapping or list has none."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner, f"{path}[]")
+    else:
+        yield path
+
+
+def missing(name: str, value: dict[str, Any]) -> list[str]:
+    """Paths of `value` that the section does not document. A null may stand for any documented path below or beside it."""
+    known = documented(name)
+    origin = documented("provenance")
+    out = []
+    for path in dict.fromkeys(leaves(value)):
+        inside = path.removeprefix("provenance.") if path.startswith("provenance.") else None
+        if inside is not None and any(p.fullmatch(inside) for p in origin):
+            continue
+        if any(
+            p.fullmatch(path) or p.pattern.startswith((re.escape(path + "."), re.escape(path + "[]"))) for p in known
+        ):
+            continue
+        out.append(path)
+    return out
+
+
+def columns(name: str) -> list[str]:
+    return [
+        c for line in re.findall(r"^\| (`.*?) \|", section(name), flags=re.M) for c in re.findall(r"`([^`]+)`", line)
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run of `kl`, and one of `accuracy` with its comparison."""
+    from replayssm_eval import run_kl
+    from replayssm_eval.accuracy.run import CONTROL, REFERENCE, AccuracyOptions, run_accuracy
+    from replayssm_eval.quartiles.run import run_quartiles
+
+    folder = tmp_path_factory.mktemp("runs")
+    run_kl(schemes=["nvfp4/fp16@16"], tokens=96, output=folder / "kl")
+    options = AccuracyOptions(schemes=["nvfp4@16"], limit=4, max_gen_toks=40, max_length=256)
+    arms = run_accuracy(options, folder / "acc")
+    variants = [path for name, path in arms.items() if name != REFERENCE]
+    run_quartiles(arms[REFERENCE], variants, names=list(arms), controls=[CONTROL], output=folder / "quartiles")
+    return folder
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_kl(runs: Path) -> None:
+    assert missing("kl.json", read(runs / "kl" / "kl.json")) == []
+    assert pyarrow.parquet.read_schema(runs / "kl" / "kl.parquet").names == columns("kl.parquet")
+
+
+def test_quartiles(runs: Path) -> None:
+    assert missing("quartiles.json", read(runs / "quartiles" / "quartiles.json")) == []
+    assert pyarrow.parquet.read_schema(runs / "quartiles" / "quartiles.parquet").names == columns("quartiles.parquet")
+
+
+def test_arms_and_samples(runs: Path) -> None:
+    arm = runs / "acc" / "nvfp4@16"
+    assert missing("arm.json", read(arm / "arm.json")) == []
+    for line in (arm / "samples_replayssm_progression.jsonl").read_text(encoding="utf-8").splitlines():
+        assert missing("samples_TASK.jsonl", json.loads(line)) == []
+
+
+def test_bench() -> None:
+    import datetime
+
+    from replayssm_eval.bench.run import as_json, run_bench
+
+    result = run_bench(["nvfp4@16"], tokens=4, rows=1, repeats=1, device="cpu")
+    assert missing("bench JSON", as_json(result, datetime.datetime.now(datetime.UTC))) == []
+
+
+def test_sizes() -> None:
+    from replayssm_eval.models.sizes import model_sizes
+
+    assert missing("models show JSON", model_sizes("tiny-gdn")) == []
+
+
+@pytest.mark.parametrize(("name", "file"), [(name, file) for name, files in REPORTS.items() for file in files])
+def test_published_reports(name: str, file: str) -> None:
+    """Runs on GPUs have keys that a CPU does not write."""
+    assert missing(name, read(ROOT / "reports" / file)) == []
+
+
+def test_an_undocumented_key_is_found() -> None:
+    assert missing("kl.json", {"rows": [{"kl": 0.0, "surprise": 1}], "provenance": {"other": 2}}) == [
+        "rows[].surprise",
+        "provenance.other",
+    ]
+
+
+def test_every_documented_key_of_kl_exists(runs: Path) -> None:
+    """Keys that only some runs have are named here; any other documented key must be in a real file."""
+    sometimes = {"model.tokenizer", "provenance"}
+    files = [runs / "kl" / "kl.json", ROOT / "reports" / "performance" / "nemotron-3-super.json"]
+    seen = {path for file in files for path in leaves(read(file))}
+    never = [p.pattern for p in documented("kl.json") if not any(p.fullmatch(path) for path in seen)]
+    assert {name.replace("\\", "") for name in never} - sometimes <= {"problems[]", "options.*", "model.revision"}
