@@ -30,12 +30,15 @@ def expanded(path: str) -> Iterator[str]:
     yield from map("".join, itertools.product(*([p] if i % 2 == 0 else p.split(",") for i, p in enumerate(parts))))
 
 
+def names(name: str) -> list[str]:
+    """What stands in backquotes in the first column of the section's tables."""
+    cells = re.findall(r"^\| (`.*?) \|", section(name), flags=re.M)
+    return [found for cell in cells for found in re.findall(r"`([^`]+)`", cell)]
+
+
 def documented(name: str) -> list[re.Pattern[str]]:
-    """One pattern per path in the first column of the section's tables."""
-    paths = [
-        p for line in re.findall(r"^\| (`.*?) \|", section(name), flags=re.M) for p in re.findall(r"`([^`]+)`", line)
-    ]
-    return [re.compile(re.escape(path).replace(r"\*", "[^\x00]+")) for p in paths for path in expanded(p)]
+    """One pattern per path of the section."""
+    return [re.compile(re.escape(path).replace(r"\*", "[^\x00]+")) for p in names(name) for path in expanded(p)]
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -51,7 +54,7 @@ def leaves(value: Any, path: str = "") -> Iterator[str]:
 
 
 def missing(name: str, value: dict[str, Any]) -> list[str]:
-    """Paths of `value` that the section does not document. A null may stand for any documented path below or beside it."""
+    """Paths of `value` that the section does not document. A null may stand for an object or a list."""
     known = documented(name)
     origin = documented("provenance")
     out = []
@@ -65,12 +68,6 @@ def missing(name: str, value: dict[str, Any]) -> list[str]:
             continue
         out.append(path)
     return out
-
-
-def columns(name: str) -> list[str]:
-    return [
-        c for line in re.findall(r"^\| (`.*?) \|", section(name), flags=re.M) for c in re.findall(r"`([^`]+)`", line)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +92,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_kl(runs: Path) -> None:
     assert missing("kl.json", read(runs / "kl" / "kl.json")) == []
-    assert pyarrow.parquet.read_schema(runs / "kl" / "kl.parquet").names == columns("kl.parquet")
+    assert pyarrow.parquet.read_schema(runs / "kl" / "kl.parquet").names == names("kl.parquet")
 
 
 def test_quartiles(runs: Path) -> None:
     assert missing("quartiles.json", read(runs / "quartiles" / "quartiles.json")) == []
-    assert pyarrow.parquet.read_schema(runs / "quartiles" / "quartiles.parquet").names == columns("quartiles.parquet")
+    assert pyarrow.parquet.read_schema(runs / "quartiles" / "quartiles.parquet").names == names("quartiles.parquet")
 
 
 def test_arms_and_samples(runs: Path) -> None:
