@@ -1,5 +1,6 @@
-"""What the pages print is true: commands parse, links lead somewhere, tables follow from the code, docs/cli.md is the help."""
+"""The pages are true: commands parse, links lead somewhere, tables follow from the code, docs/cli.md is the help."""
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 from replayssm_emulation import parse_scheme
+
 from replayssm_eval.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +48,7 @@ def parse(line: str) -> None:
     """Raises the parser's exception for a line that does not parse, UsageError for a bad scheme."""
     words = shlex.split(line, comments=True)
     without_callbacks(typer.main.get_command(app)).main(words[1:], prog_name=words[0], standalone_mode=False)
-    for flag, value in zip(words, words[1:], strict=False):
+    for flag, value in itertools.pairwise(words):
         if flag == "--scheme":
             parse_scheme(value)
 
