@@ -5,11 +5,18 @@ from replayssm_eval import attach, run_kl
 
 from typing import Any
 
-__all__ = ["attach", "run_kl"]
+__all__ = ["__version__", "attach", "run_kl"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when they are used: the command line's --help should answer at once."""
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("replayssm-eval")
+        except PackageNotFoundError:
+            return "source"  # a source tree that is not installed; `provenance` says the same
     if name == "attach":
         from .inference.session import attach
 

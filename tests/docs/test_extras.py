@@ -81,3 +81,12 @@ def test_typed() -> None:
     for package in ("replayssm_emulation", "replayssm_kernels", "replayssm_tasks", "replayssm_eval"):
         module = importlib.import_module(package)
         assert (Path(str(module.__file__)).parent / "py.typed").exists(), package
+
+
+def test_version() -> None:
+    import replayssm_eval
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert replayssm_eval.__version__ in (declared, "source")
+    assert f"version: {declared}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {declared}\n" in (ROOT / "CHANGELOG.md").read_text()

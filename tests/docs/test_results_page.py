@@ -122,6 +122,13 @@ def test_sizes() -> None:
     assert missing("models show JSON", model_sizes("tiny-gdn")) == []
 
 
+@pytest.mark.parametrize("command", ["formats", "schemes", "models"])
+def test_listings(main: Any, command: str) -> None:
+    code, out, _ = main(command, "--json")
+    assert code == 0
+    assert {key for entry in json.loads(out) for key in entry} <= set(names("Listings"))
+
+
 @pytest.mark.parametrize(("name", "file"), [(name, file) for name, files in REPORTS.items() for file in files])
 def test_published_reports(name: str, file: str) -> None:
     """Runs on GPUs have keys that a CPU does not write."""
