@@ -41,12 +41,11 @@ def test_device_map_needs_accelerate(installed_without, random_weights: bool) ->
         load("qwen3.5-4b", device_map="auto", random_weights=random_weights)
 
 
-def test_accuracy_needs_lm_eval(installed_without, tmp_path: Path) -> None:
-    from replayssm_eval.accuracy.run import AccuracyOptions, run_accuracy
-
+def test_accuracy_needs_lm_eval(installed_without, main, tmp_path: Path) -> None:
     installed_without("lm_eval")
-    with pytest.raises(UsageError, match=r"accuracy needs the package lm_eval: .*\[accuracy\]"):
-        run_accuracy(AccuracyOptions(), tmp_path / "out")
+    code, _, err = main("accuracy", "--output", tmp_path / "out")
+    assert code == 2
+    assert err.strip() == "replayssm-eval: accuracy needs the package lm_eval: pip install 'replayssm-eval[accuracy]'"
 
 
 def test_lm_evals_command_line_needs_lm_eval(installed_without, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,16 @@ def test_scripts_and_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, flags=re.M), f"{page.name}: make {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_cited_files_exist(page: Path) -> None:
+    """Of this repository; other repositories' files and the outputs of runs have other first folders."""
+    if page.name == "CHANGELOG.md":  # tells of files that are gone
+        return
+    for cited in re.findall(r"`([\w./-]+/[\w./-]*)`", page.read_text(encoding="utf-8")):
+        if (ROOT / cited.split("/")[0]).is_dir():
+            assert (ROOT / cited).exists(), cited
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/schemes.md"])
 def test_bits_and_bytes_of_schemes(page: str) -> None:
     """Of the copies of one head of 64 x 128."""

@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,15 +76,13 @@ def missing(name: str, value: dict[str, Any]) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny run of `kl`, and one of `accuracy` with its comparison."""
     from replayssm_eval import run_kl
-    from replayssm_eval.accuracy.run import CONTROL, REFERENCE, AccuracyOptions, run_accuracy
-    from replayssm_eval.quartiles.run import run_quartiles
 
     folder = tmp_path_factory.mktemp("runs")
     run_kl(schemes=["nvfp4/fp16@16"], tokens=96, output=folder / "kl")
-    options = AccuracyOptions(schemes=["nvfp4@16"], limit=4, max_gen_toks=40, max_length=256)
-    arms = run_accuracy(options, folder / "acc")
-    variants = [path for name, path in arms.items() if name != REFERENCE]
-    run_quartiles(arms[REFERENCE], variants, names=list(arms), controls=[CONTROL], output=folder / "quartiles")
+    line = "accuracy --scheme nvfp4@16 --limit 4 --max-gen-toks 40 --max-length 256 --quiet --output"
+    call = [sys.executable, "-m", "replayssm_eval", *line.split(), str(folder / "acc")]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -96,8 +96,9 @@ def test_kl(runs: Path) -> None:
 
 
 def test_quartiles(runs: Path) -> None:
-    assert missing("quartiles.json", read(runs / "quartiles" / "quartiles.json")) == []
-    assert pyarrow.parquet.read_schema(runs / "quartiles" / "quartiles.parquet").names == names("quartiles.parquet")
+    folder = runs / "acc" / "quartiles-replayssm_progression"
+    assert missing("quartiles.json", read(folder / "quartiles.json")) == []
+    assert pyarrow.parquet.read_schema(folder / "quartiles.parquet").names == names("quartiles.parquet")
 
 
 def test_arms_and_samples(runs: Path) -> None:
@@ -107,19 +108,17 @@ def test_arms_and_samples(runs: Path) -> None:
         assert missing("samples_TASK.jsonl", json.loads(line)) == []
 
 
-def test_bench() -> None:
-    import datetime
-
-    from replayssm_eval.bench.run import as_json, run_bench
-
-    result = run_bench(["nvfp4@16"], tokens=4, rows=1, repeats=1, device="cpu")
-    assert missing("bench JSON", as_json(result, datetime.datetime.now(datetime.UTC))) == []
+def test_bench(main: Any) -> None:
+    line = "bench --scheme nvfp4@16 --tokens 4 --rows 1 --repeats 1 --device cpu --quiet --json"
+    code, out, err = main(*line.split())
+    assert code == 0, err
+    assert missing("bench JSON", json.loads(out)) == []
 
 
-def test_sizes() -> None:
-    from replayssm_eval.models.sizes import model_sizes
-
-    assert missing("models show JSON", model_sizes("tiny-gdn")) == []
+def test_sizes(main: Any) -> None:
+    code, out, err = main("models", "show", "tiny-gdn", "--json")
+    assert code == 0, err
+    assert missing("models show JSON", json.loads(out)) == []
 
 
 @pytest.mark.parametrize("command", ["formats", "schemes", "models"])
