@@ -11,7 +11,7 @@ __all__ = ["attach", "run_kl"]
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when they are used: the command line's --help should answer at once."""
     if name == "attach":
-        from .inference.session import attach
+        from .inference.attach import attach
 
         return attach
     if name == "run_kl":

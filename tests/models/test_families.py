@@ -108,7 +108,7 @@ def model(request):
                 weight.data.sub_(2)
         if kind == "minimax":
             module.qkv_proj.weight.data.mul_(8)
-        elif not FAMILIES[kind].delta:
+        elif not FAMILIES[kind].rule.delta:
             module.in_proj.weight.data.mul_(8)
             module.D.data.mul_(0.01)
             module.dt_bias.data[::2] = -9.0  # Δ below what the many-token functions of some families clamp it to

@@ -1,7 +1,20 @@
 """Mamba-2 layers: v = x, β = Δ, α = exp(A·Δ), k = B, q = C; the skip D·x stays outside the state."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
+
+from .family import Family
+
+
+def family(kind: str, mixer: str, **differences: Any) -> Family:
+    """The Mamba-2 family of the transformers package `kind`; differences: further fields of `Family`."""
+
+    def shape(m: Any) -> tuple[int, int, int, int]:
+        return m.num_heads, m.n_groups, m.head_dim, m.ssm_state_size
+
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, patches, shape, **differences)
 
 
 def patches(session):
