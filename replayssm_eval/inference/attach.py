@@ -65,7 +65,7 @@ def attach(
     rows = as_rows(schemes, seed, document, prompt)
     if not hasattr(model, "config"):
         raise UsageError(
-            f"attach takes a transformers model, not {type(model).__name__} (of what `load` returns, pass .model)"
+            f"attach takes a transformers model, not {type(model).__name__} (for the result of `load`, pass .model)"
         )
     mixers = state_layers(model)
     family = family_of(model.config.get_text_config())

@@ -148,7 +148,7 @@ def test_a_prompt_runs_in_full_precision() -> None:
 
 
 def test_bfloat16_models_keep_an_fp32_state_and_say_so() -> None:
-    """S1: what is in force is read back from the live state and cache."""
+    """S1: the manifest reads dtypes back from the live state and cache."""
     model = nemotron_h("M-M*", torch.bfloat16)
     with attach(model, ["fp32", "nvfp4/fp16@16"]) as session:
         cache = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""The store of states: which cache is gone on from, what is saved, and what replayed windows count."""
+"""The store of states: caches of other sequences, saving, reordering, and counting of replayed windows."""
 
 import pytest
 import torch

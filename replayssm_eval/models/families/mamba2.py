@@ -20,8 +20,8 @@ def family(kind: str, mixer: str, **differences: Any) -> Family:
 def patches(session):
     """Replacements for the two recurrence functions of a transformers Mamba-2 modeling file.
 
-    Δ is computed in fp32 whatever the model's dtype. The many-token function of transformers clamps Δ from below, its
-    one-token function does not; decoding is what is emulated, so neither clamps here unless the session follows HF.
+    Δ is computed in fp32 for every dtype of the model. In transformers the many-token function clamps Δ from below, and
+    the one-token function does not. This package emulates decoding, so neither clamps unless `session.follow_hf_clamp`.
     """
 
     def step_size(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
