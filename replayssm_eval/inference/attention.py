@@ -103,7 +103,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
 def _blockwise(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = 256) -> Tensor:
     """Plain torch, a block of keys at a time, for inputs that no kernel takes (fp64 on a GPU, old GPUs).
 
-    The maths is the online softmax of Milakov & Gimelshein (2018). H_kv = H and d_v = d, as `_folded` and `_same_width` make them.
+    The maths is the online softmax of Milakov & Gimelshein (2018). H_kv = H and d_v = d: `_folded` and `_same_width`
+    make them so.
     """
     tokens, keys = query.shape[2], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
