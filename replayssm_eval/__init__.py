@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         except PackageNotFoundError:
             return "source"  # a source tree that is not installed; `provenance` says the same
     if name == "attach":
-        from .inference.session import attach
+        from .inference.attach import attach
 
         return attach
     if name == "run_kl":

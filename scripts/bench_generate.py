@@ -1,10 +1,10 @@
-"""Tokens per second of generation: transformers' own `generate`, ours step by step, ours with replayed steps (CUDA graphs).
+"""Tokens per second of generation: transformers' `generate`, our steps one by one, our replayed steps (CUDA graphs).
 
 python scripts/bench_generate.py --model tiny-mamba2 --batch 64 --tokens 512 --scheme nvfp4/fp16@16
 python scripts/bench_generate.py --model nemotron-3-nano-4b --random-weights --batch 9 --tokens 64
 
-All rows generate all tokens. JSON on stdout: a row per way, with the graphs that were captured (warming up included); the answers of replayed
-steps are compared with those of the steps one by one.
+All rows generate all tokens. JSON on stdout has a row per way, with the number of graphs that were captured (warm-up
+included). The answers of replayed steps are compared with those of the steps one by one.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from replayssm_kernels import BatchRow
 
 from replayssm_eval import attach
 from replayssm_eval.inference.decoding import decode
-from replayssm_eval.inference.step_graphs import StepGraphs
 from replayssm_eval.models.loading import load
 
 
@@ -51,20 +50,13 @@ def main() -> None:
     ).to(device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     rows: list[dict] = []
-    captured: list[int] = []
-    capture = StepGraphs._capture
 
-    def counted(steps):
-        capture(steps)
-        captured.extend(range(len(steps.graphs)))
-
-    StepGraphs._capture = counted
-
-    def measure(way, scheme, prepare=lambda: None, window=1, **more):
+    def measure(way, scheme, prepare=lambda: None, window=1, graphs=lambda: 0, **more):
         def generate(tokens):
             prepare()
             return model.generate(ids, max_new_tokens=tokens, **options, **more)
 
+        before = graphs()
         generate(min(args.tokens, 2 * window + 1))  # compiles
         out, seconds = timed(lambda: generate(args.tokens), device)
         rate = args.batch * args.tokens / seconds
@@ -74,20 +66,16 @@ def main() -> None:
                 "scheme": scheme,
                 "seconds": round(seconds, 3),
                 "tokens_per_s": round(rate, 1),
-                "graphs": len(captured),
+                "graphs": graphs() - before,
             }
         )
-        captured.clear()
         print(f"{way:12} {scheme:16} {rate:10.0f} tokens/s", file=sys.stderr, flush=True)
         return out[:, args.prompt :]
 
     with torch.inference_mode():
         try:
             measure("transformers", "-")
-        except (
-            AttributeError,
-            ValueError,
-        ) as error:  # classes without attention layers cannot ask their cache for its length
+        except (AttributeError, ValueError) as error:  # without attention layers, a cache does not know its length
             print(f"transformers cannot: {error}", file=sys.stderr)
         for text in args.scheme or ["fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1"]:
             scheme = parse_scheme(text)
@@ -97,6 +85,7 @@ def main() -> None:
                     "prepare": lambda session=session, seeded=seeded: session.start(seeded),
                     "custom_generate": decode,
                     "window": scheme.window,
+                    "graphs": lambda session=session: session.graphs_captured,
                 }
                 steps = measure("step by step", text, **begin)
                 replayed = measure("replayed", text, session=session, **begin)

@@ -3,9 +3,10 @@
 python scripts/check_answers.py tiny-answers --documents 400
 python scripts/check_answers.py tiny-answers --longest 2400 --scheme nvfp4@1 --scheme fp8@16
 
-A greedy answer is right exactly if, shown the right answer, the model names every next symbol of it: one pass per batch
-decides what generation would need a pass per symbol for. (`replayssm-eval accuracy` generates.) Exit code 1 unless fp32 states answer
-90% of the documents and 80% of the quarter with the longest answers, whose median is 1,000 symbols or more.
+The model is shown the right answer. If it names every next symbol, its greedy answer would be right too. One pass per
+batch is enough, where generation needs a pass per symbol (`replayssm-eval accuracy` generates). Exit code 1 unless
+fp32 states answer 90% of the documents, and 80% of the quarter with the longest answers. The median of that quarter
+must be 1,000 symbols or more.
 """
 
 import argparse
@@ -27,11 +28,14 @@ BATCH, CHUNK = 64, 1024
 
 
 @torch.inference_mode()
-def missed(loaded, found, scheme) -> list[int]:
-    """How many symbols of each document's answer the model would not have said; the noise is that of its prompt, as in generation."""
+def missed(loaded, docs, scheme) -> list[int]:
+    """How many symbols of each document's answer the model would not have said.
+
+    Noise is keyed by the prompt, as in generation.
+    """
     counts = []
-    for first in range(0, len(found), BATCH):
-        part = found[first : first + BATCH]
+    for first in range(0, len(docs), BATCH):
+        part = docs[first : first + BATCH]
         ids = [loaded.tokenizer(d["prompt"] + d["answer"])["input_ids"] for d in part]
         prompt = len(loaded.tokenizer(part[0]["prompt"])["input_ids"])  # all prompts are as long
         longest = max(map(len, ids))
@@ -48,8 +52,8 @@ def missed(loaded, found, scheme) -> list[int]:
     return counts
 
 
-def _span(found, quarter) -> str:
-    return f"{found[quarter[0]]['length']}-{found[quarter[-1]]['length']}"
+def _span(docs, quarter) -> str:
+    return f"{docs[quarter[0]]['length']}-{docs[quarter[-1]]['length']}"
 
 
 def main() -> None:
@@ -64,16 +68,15 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     loaded = load(args.model, device=args.device)
-    found = sorted(
-        documents(args.documents, lengths=(LENGTHS[0], args.longest), letters=args.letters), key=lambda d: d["length"]
-    )
-    quarters = np.array_split(np.arange(len(found)), 4)
-    median = np.median([found[n]["length"] for n in quarters[3]])
-    print(f"{'':16} {'all':>6}" + "".join(f"{_span(found, q):>11}" for q in quarters) + "   symbols missed")
+    lengths = (LENGTHS[0], args.longest)
+    docs = sorted(documents(args.documents, lengths=lengths, letters=args.letters), key=lambda d: d["length"])
+    quarters = np.array_split(np.arange(len(docs)), 4)
+    median = np.median([docs[n]["length"] for n in quarters[3]])
+    print(f"{'':16} {'all':>6}" + "".join(f"{_span(docs, q):>11}" for q in quarters) + "   symbols missed")
     good = median >= 1000
     for text in ["fp32", *(args.scheme or ["nvfp4@16", "nvfp4/fp16@16", "nvfp4@1"])]:
         began = time.monotonic()
-        wrong = np.array(missed(loaded, found, parse_scheme(text)))
+        wrong = np.array(missed(loaded, docs, parse_scheme(text)))
         right = [float((wrong[q] == 0).mean()) for q in quarters]
         seconds = time.monotonic() - began
         shares = "".join(f"{share:11.3f}" for share in right)

@@ -2,10 +2,10 @@
 
 python scripts/error_lifetime.py --model tiny-gdn --tokens 16384
 
-An error passes through the recurrence without regard to the values that are written: E ← E diag(α) without the delta rule,
-E ← E diag(α) (1 - β k kᵀ) with it, where every write also erases what lies along its key. From random errors in the middle of the
-text on, the table has the tokens after which half of their norm is left, of each layer's heads from the shortest-lived to the
-longest-lived: with the decay alone, and with what writes erase.
+The written values do not change an error. Without the delta rule it becomes E ← E diag(α). With the delta rule every
+write also erases the error along its key: E ← E diag(α) (1 - β k kᵀ). Random errors start in the middle of the text.
+The table has the tokens after which half of their norm is left, per layer, for its heads in rising order. One line
+counts the decay alone, the other also the erasing writes.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     print("tokens until half of an error is left, by head")
     for index, layer in layer_inputs(args.model, args.tokens, args.backend).items():
-        for what, erasing in (("decay alone", False), ("and erased", True))[: 1 + layer.delta]:
+        for label, erasing in (("decay alone", False), ("and erased", True))[: 1 + layer.delta]:
             print(
-                f"layer {index:2}  {what:12}" + "".join(f"{n:9.0f}" for n in sorted(half_lives(layer, erasing))),
+                f"layer {index:2}  {label:12}" + "".join(f"{n:9.0f}" for n in sorted(half_lives(layer, erasing))),
                 flush=True,
             )
 

@@ -17,8 +17,8 @@ from replayssm_kernels import BatchRow
 from replayssm_tasks import answer_text, reopen_thinking
 from torch import Tensor
 
+from ..inference.attach import attach
 from ..inference.decoding import decode
-from ..inference.session import attach
 from ..models.loading import Loaded, load, location_of
 
 

@@ -1,14 +1,15 @@
 """Causal attention of a chunk against a long cache without a [chunk × context] mask.
 
-transformers hands such a mask to torch, 1 GB in fp32 for a chunk of 2,048 tokens against 131,072. In bf16 and fp16 a GPU
-needs none: flash attention aligns its diagonal to the last key. Elsewhere the chunk attends to the past without a mask and
-to itself causally, and the two are joined by their log-sum-exp, as in split-key decoding. Neither repeats keys or values
-per query head in memory.
+transformers gives torch such a mask: 1 GB in fp32 for a chunk of 2,048 tokens against 131,072. A GPU needs no mask in
+bf16 and fp16, because flash attention aligns its diagonal to the last key. Elsewhere the chunk attends to the past
+without a mask and to itself causally. The two results are joined by their log-sum-exp, as in split-key decoding.
+Neither path repeats keys or values per query head in memory.
 
-Equal batch rows of one call get equal bits; the control's KL of exactly 0 rests on it. On a GPU a block of a kernel belongs
-to one row, and no kernel adds with atomics. Where flash splits the keys (few queries), it adds the parts in their order; but
-into how many depends on the number of rows, so a call with 1 row and a call with 9 may differ. Only `_blockwise` rests on
-matrix products that promise nothing of the kind. On a CPU every row is a call of its own: see `equal_rows`.
+Equal batch rows of one call get equal bits. The control's KL of exactly 0 rests on it. On a GPU a block of a kernel
+belongs to one row, and no kernel adds with atomics. With few queries, flash attention splits the keys and adds the
+parts in order. The number of parts depends on the number of rows, so a call with 1 row and a call with 9 may differ.
+Only `_blockwise` uses matrix products, which promise no equal bits. On a CPU every row is a call of its own (see
+`equal_rows`).
 """
 
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from ..models.families import family_of
 from .equal_rows import rows_alike
 
 NAME = "replayssm_chunked"
@@ -37,13 +39,14 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: f
         return torch.cat([chunked_causal_attention(q, k, v, scale) for q, k, v in rows])
     width = value.shape[-1]
     query, key, value = _same_width(query, key, value)
-    # NVIDIA only: what AMD's kernel means by causal when T < S is not checked. `False`: asked as causal, torch refuses T < S.
+    # NVIDIA only: AMD's meaning of causal for T < S is not checked.
+    # The question says `causal=False` because torch would refuse T < S otherwise.
     if (
         query.is_cuda
         and not torch.version.hip
         and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
     ):
-        # Aligned to the last key since FlashAttention 2.1 (torch.nn.attention.bias relies on it); takes H_kv < H as it is.
+        # Aligned to the last key since FlashAttention 2.1 (torch.nn.attention.bias relies on it). Takes H_kv < H.
         out = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, query.shape[2] > 1, scale=scale
         )[0]
@@ -58,7 +61,7 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: f
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:
-    """Zeros up to a common width, a multiple of 8: what every kernel takes (no copy when it is one already)."""
+    """Pad with zeros to a common width, a multiple of 8, which every kernel takes. No copy if the width is right."""
     width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
@@ -71,7 +74,7 @@ def _folded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Past and own tokens apart: o = o₁ + (o₂ - o₁) / (1 + exp(l₁ - l₂)), with l the log-sum-exp of the scores of each part.
+    """Past and own tokens apart: o = o₁ + (o₂ - o₁) / (1 + exp(l₁ - l₂)); l is the log-sum-exp of a part's scores.
 
     The maths is the merge of partial softmaxes of FlashAttention (Dao et al., 2022). H_kv = H, as `_folded` makes it.
     """
@@ -81,14 +84,14 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return _attend(query, key, value, tokens > 1, scale)[0]
     own, own_lse = _attend(query, key[:, :, past:], value[:, :, past:], True, scale)
     earlier, earlier_lse = _attend(query, key[:, :, :past], value[:, :, :past], False, scale)
-    # Not torch.sigmoid: on a CPU its last few elements, computed one by one, get other bits than equal ones before them.
+    # Not torch.sigmoid: a CPU computes its last few elements one by one, with other bits than the vectors before them.
     share = (1 / (1 + torch.exp(earlier_lse - own_lse))).unsqueeze(-1)
     earlier, own = earlier.to(share.dtype), own.to(share.dtype)
     return (earlier + (own - earlier) * share).to(query.dtype)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp `[B, H, T]`); causal: only for S = T, where every kernel means the same by it."""
+    """(output, log-sum-exp `[B, H, T]`). causal: only for S = T, where all kernels agree on its meaning."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -98,9 +101,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
 
 
 def _blockwise(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = 256) -> Tensor:
-    """What no kernel takes (fp64 on a GPU, old GPUs): plain torch, a block of keys at a time.
+    """Plain torch, a block of keys at a time, for inputs that no kernel takes (fp64 on a GPU, old GPUs).
 
-    The maths is the online softmax of Milakov & Gimelshein (2018). H_kv = H and d_v = d, as made above.
+    The maths is the online softmax of Milakov & Gimelshein (2018). H_kv = H and d_v = d: `_folded` and `_same_width`
+    make them so.
     """
     tokens, keys = query.shape[2], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -127,7 +131,7 @@ def _attention(
         out = chunked_causal_attention(query, key, value, scaling)
     else:
         heads, tokens = query.shape[1:3]
-        if tokens == 1:  # all heads of a group see the same keys: they are as many queries, and no key is copied
+        if tokens == 1:  # all heads of a group see the same keys: treat them as queries, and copy no key
             query = query.reshape(len(query), key.shape[1], -1, query.shape[3])
         else:
             key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
@@ -139,7 +143,7 @@ def _attention(
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
-    """No mask unless there is padding, or another rule than causality; called by keyword, as `sdpa_mask` is."""
+    """No mask for plain causality without padding; otherwise `sdpa_mask`, which is called by keyword too."""
     padding = kwargs.get("attention_mask")
     if kwargs.get("mask_function", causal_mask_function) is causal_mask_function and (
         padding is None or bool(padding.all())
@@ -154,13 +158,12 @@ AttentionMaskInterface.register(NAME, _mask)
 
 @contextmanager
 def without_dense_masks(model: Any) -> Iterator[None]:
-    """Inside the block the attention layers of `model` use `chunked_causal_attention`; on CPUs and GPUs, and if they used SDPA."""
+    """Inside the block, attention layers of `model` that used SDPA use `chunked_causal_attention`, on CPUs and GPUs."""
     config = model.config.get_text_config()
     before = config._attn_implementation
-    # Layers that choose the keys they attend to read the choice off the mask. "meta": weights that accelerate has offloaded,
-    # the layer runs on a GPU all the same.
-    chooses = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    if before != "sdpa" or chooses or not {p.device.type for p in model.parameters()} <= {"cpu", "cuda", "meta"}:
+    # accelerate leaves offloaded weights on "meta"; their layers run on a GPU all the same.
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if before != "sdpa" or family_of(config).chooses_keys or not devices <= {"cpu", "cuda", "meta"}:
         yield
         return
     config._attn_implementation = NAME

@@ -1,10 +1,11 @@
-"""Equal rows get equal bits on a CPU: what tells rows apart by their place runs once per row.
+"""Equal rows get equal bits on a CPU: functions whose result depends on a row's place run once per row.
 
-The control's KL of exactly 0 rests on it. A CPU kernel deals one tensor to threads without regard to rows. Where a part ends,
-the last few elements of silu, sigmoid or softplus are computed one by one, with other bits than the vectors before them; a
-matrix library picks its code by the alignment of its operands and of each thread's scratch memory. So two equal rows of one
-call may differ, which depends on the number of threads and on the processor. Calls of one shape and one alignment cannot.
-On a GPU a block of a kernel belongs to one row, and nothing is done here.
+The control's KL of exactly 0 rests on it. A CPU kernel splits one tensor over threads without regard to rows. At the
+end of each part, silu, sigmoid and softplus compute the last few elements one by one, with other bits than the
+vectors before them. A matrix library picks its code by the alignment of its operands and of each thread's scratch
+memory. Two equal rows of one call may therefore differ, depending on the number of threads and on the processor. Two
+calls of one shape and one alignment do not differ. On a GPU a block of a kernel belongs to one row, and nothing is
+done here.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ def rows_alike(x: Tensor) -> list[Tensor]:
 
 
 def row_by_row(rows: int) -> Iterator[tuple[Any, str, Callable]]:
-    """(owner, name, replacement) of torch functions, which compute a tensor `[rows, ...]` row by row."""
+    """(owner, name, replacement) of torch functions. A replacement computes a tensor `[rows, ...]` row by row."""
     for owner, names in _FUNCTIONS.items():
         for name in names:
             yield owner, name, _by_row(getattr(owner, name), rows)
@@ -49,7 +50,7 @@ def _by_row(function: Callable, rows: int) -> Callable:
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
-    """`[R, ...]` whose rows lie in memory as they do here: `torch.cat` alone would transpose what a convolution made."""
+    """`[R, ...]` with the memory layout of the given rows. `torch.cat` alone would transpose a convolution's output."""
     axes = sorted(range(1, rows[0].ndim), key=rows[0].stride, reverse=True)
     inverse = [axes.index(axis) + 1 for axis in range(1, rows[0].ndim)]
     return torch.cat([row.permute(0, *axes) for row in rows]).permute(0, *inverse)

@@ -12,7 +12,7 @@ from .kv_cache import make_room
 
 
 def layer_devices(model: Any) -> dict[int, torch.device]:
-    """Device of every layer that says its index."""
+    """Device of every layer that knows its index."""
     layers = ((m.layer_idx, next(m.parameters(), None)) for m in model.modules() if hasattr(m, "layer_idx"))
     return {index: weight.device for index, weight in layers if weight is not None}
 
@@ -23,7 +23,7 @@ def base_model(model: Any) -> Any:
 
 
 def new_cache(model: Any, tokens: int = 0) -> Any:
-    """An empty cache of the kind that the model takes, whose keys and values have room for `tokens` tokens (see `make_room`)."""
+    """An empty cache of the model's kind, with room for the keys and values of `tokens` tokens (see `make_room`)."""
     kind = family_of(model.config.get_text_config()).cache
     if kind is not None:
         return kind()
@@ -36,7 +36,7 @@ def hidden_states(model: Any, ids: Tensor, cache: Any, position: int) -> Tensor:
     """Last hidden states `[R, T, hidden]` of the tokens `ids` `[R, T]` at `position`, continuing `cache` (or None)."""
     inner = base_model(model)
     kwargs: dict[str, Any] = {"use_cache": cache is not None, "cache": cache}
-    # Some families do not offset positions by the cache's length, others cannot tell it: always say them.
+    # Some families do not offset positions by the cache's length, and some cannot ask for it: always pass positions.
     if "position_ids" in inspect.signature(inner.forward).parameters:
         kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device).expand(len(ids), -1)
     return inner(input_ids=ids, **kwargs).last_hidden_state

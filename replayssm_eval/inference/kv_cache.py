@@ -1,6 +1,7 @@
 """Keys and values that stay where they are: a transformers cache layer with room for a whole text from the start.
 
-transformers' own layer concatenates, so that each chunk copies all keys and values before it and for a moment holds them twice.
+transformers' own layer concatenates. Each chunk would copy all keys and values before it, and hold them twice for a
+moment.
 """
 
 from typing import Any
@@ -10,13 +11,13 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 
 
 class _Room:
-    """`update` for a `DynamicLayer`. room: tokens that there is memory for; more are copied once, to where they fit."""
+    """`update` for a `DynamicLayer`. room: tokens that fit in the memory; beyond it, everything is copied once."""
 
     room = 0
     _wholes: tuple[Tensor, ...] = ()
 
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `[B, H, T, d]`; returns all keys and all values, views of what there is room for."""
+        """Append `[B, H, T, d]`; returns all keys and all values, views of the whole memory."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         seen = self.get_seq_length()
@@ -24,7 +25,7 @@ class _Room:
         held, wholes = (self.keys, self.values), []
         for index, (old, new) in enumerate(zip(held, (key_states, value_states), strict=True)):
             whole = self._wholes[index] if self._wholes else new[:0]
-            # Rows that were picked or cut off by others are no longer ours.
+            # If other code has selected or cut rows, this memory is no longer ours.
             ours = seen and (old.data_ptr(), old.shape, old.stride()) == (
                 whole.data_ptr(),
                 whole[:, :, :seen].shape,
@@ -48,18 +49,18 @@ class _Room:
 
 
 class KeysWithRoom(_Room, DynamicLayer):
-    """Of an attention layer."""
+    """For an attention layer."""
 
 
-class KeysAndStateWithRoom(_Room, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]  # as its base does
-    """Of a layer that has attention and a state."""
+class KeysAndStateWithRoom(_Room, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]  # as its base
+    """For a layer that has attention and a state."""
 
 
 _ROOMY = {DynamicLayer: KeysWithRoom, LinearAttentionAndFullAttentionLayer: KeysAndStateWithRoom}
 
 
 def make_room(cache: Any, tokens: int) -> None:
-    """Let the layers of an empty cache hold `tokens` tokens without ever copying them; layers of other kinds stay as they are."""
+    """Let layers of an empty cache hold `tokens` tokens without copying them. Other kinds of layers stay as is."""
     for index, layer in enumerate(cache.layers):
         if roomy := _ROOMY.get(type(layer)):
             cache.layers[index] = roomy()

@@ -1,19 +1,20 @@
-"""What `attach` checks before a run: that the model computes its state as emulated here, and that both scans agree on it."""
+"""What `attach` checks before a run.
+
+The model computes its state as emulated here; equal rows get equal bits; the Triton scan agrees with the torch scan.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from replayssm_emulation import RunError, parse_scheme
-from replayssm_kernels import BatchRow, compile_only
+from replayssm_emulation import Rule, RunError, parse_scheme
+from replayssm_kernels import BatchRow, Carry, compile_only, replay_scan
 from torch import Tensor
 
 from .forward import hidden_states, new_cache
-
-if TYPE_CHECKING:
-    from .session import Session
+from .session import ScanInputs, Session
 
 _TOKENS = (17, 23)
 
@@ -26,16 +27,18 @@ def _ids(model: Any) -> Tensor:
 
 @torch.inference_mode()
 def probe_unpatched(model: Any) -> Tensor:
+    """Logits of the probe's text from the model as it is, for `probe_session`."""
     return model(input_ids=_ids(model), use_cache=False).logits.float()
 
 
 @torch.inference_mode()
-def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
-    """One pass = two chunks = single tokens = the unpatched model, for one fp32 row of a few dozen tokens.
+def probe_session(model: Any, session: Session, unpatched: Tensor) -> None:
+    """One fp32 row reads a few dozen tokens in one pass, in two chunks and token by token; the model also reads them
+    unpatched. Raises RunError unless all logits agree.
 
-    A restarted or skipped state is wrong by the size of the logits themselves. Honest rounding is far smaller: errors of
-    one unit roundoff u per operation add up like a random walk over ~10 operations a layer, and the limit is 4 times that
-    in 16 bits, where 64 times, as in fp32, would let a wrong state pass.
+    A restarted or skipped state is wrong by the size of the logits themselves. Honest rounding is far smaller: errors
+    of one unit roundoff u per operation add up like a random walk over ~10 operations per layer. The limit is 64
+    times that walk in fp32 and 4 times in 16 bits, where 64 times would let a wrong state pass.
     """
     ids = _ids(model)
     head = model.get_output_embeddings()
@@ -47,11 +50,8 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
         session.start([BatchRow(parse_scheme("fp32"))])
         cache, position, parts = new_cache(model), 0, []
         for length in pieces:
-            parts.append(
-                head(
-                    hidden_states(model, ids[:, position : position + length], cache, position).to(head.weight.dtype)
-                ).float()
-            )
+            hidden = hidden_states(model, ids[:, position : position + length], cache, position)
+            parts.append(head(hidden.to(head.weight.dtype)).float())
             position += length
         return torch.cat(parts, dim=1)
 
@@ -62,21 +62,21 @@ def probe_session(model: Any, session: "Session", unpatched: Tensor) -> None:
     whole = logits([ids.shape[1]])
     pairs |= {"two chunks": (whole, logits(_TOKENS)), "single tokens": (whole, logits([1] * ids.shape[1]))}
     for name, (one, other) in pairs.items():
-        error = (
-            (other.to(one.device) - one).norm() / one.norm()
-        ).item()  # accelerate brings the unpatched model's to the input
+        other = other.to(one.device)  # accelerate returns the unpatched logits on the device of the input
+        error = ((other - one).norm() / one.norm()).item()
         if not error <= limit:
             raise RunError(
-                f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); transformers "
-                f"{transformers.__version__} does not compute this model's state as emulated here"
+                f"start-up probe: one pass and {name} differ by {error:.2g} of the logits (limit {limit:.2g}); "
+                f"transformers {transformers.__version__} does not compute this model's state as emulated here"
             )
 
 
 @torch.inference_mode()
-def check_equal_rows(model: Any, session: "Session", rows: Sequence[BatchRow]) -> None:
-    """With fp32 states everywhere, rows that are equal in the run must have logits of equal bits: in a pass of many tokens and of one.
+def check_equal_rows(model: Any, session: Session, rows: Sequence[BatchRow]) -> None:
+    """With fp32 states everywhere, rows that are equal in the run must get logits of equal bits.
 
-    The control's KL of 0 rests on it, and matrix libraries do not promise it. Raises RunError where one breaks it.
+    Checks a pass of many tokens and a pass of one. The control's KL of 0 rests on equal bits, and matrix libraries do
+    not promise them. Raises RunError if two equal rows differ.
     """
     twins = [(rows.index(row), i) for i, row in enumerate(rows) if rows.index(row) < i]
     if not twins:
@@ -92,17 +92,46 @@ def check_equal_rows(model: Any, session: "Session", rows: Sequence[BatchRow]) -
             if not torch.equal(logits[one], logits[other]):
                 off = (logits[one].float() - logits[other].float()).abs().max().item()
                 raise RunError(
-                    f"start-up check: rows {one} and {other} hold equal fp32 states, but their logits differ by {off:.2g} in a pass of "
-                    f"{length} tokens: this machine gives equal rows other bits, and a control would not be 0; set MKL_CBWR=COMPATIBLE "
-                    "or OMP_NUM_THREADS=1, and report this"
+                    f"start-up check: rows {one} and {other} hold equal fp32 states, but their logits differ by "
+                    f"{off:.2g} in a pass of {length} tokens: this machine gives equal rows other bits, and a control "
+                    "would not be 0; set MKL_CBWR=COMPATIBLE or OMP_NUM_THREADS=1, and report this"
+                )
+
+
+class ScanComparison:
+    """An observer of a session: the torch scan reads what the Triton scan reads, and must get the same outputs."""
+
+    def __init__(self, rows: Sequence[BatchRow], rule: Rule):
+        self._rows = list(rows)
+        self._rule = rule
+        self._carries: dict[int, Carry] = {}
+
+    def __call__(self, layer: int, inputs: ScanInputs, o: Tensor) -> None:
+        """o: `[R, T, H, d_v]` of the Triton scan. Raises RunError where the torch scan gets something else.
+
+        Both scans round the same folds with the same noise. Their sums differ by fp32 roundoff, which may tip a state
+        element over a rounding boundary and change the outputs that read it: at most a quarter of the outputs in a
+        lossy row, and none in an exact row. A wrong kernel is wrong nearly everywhere.
+        """
+        expected, self._carries[layer] = replay_scan(
+            *inputs, self._rows, self._carries.get(layer), layer=layer, rule=self._rule
+        )
+        for row, (got, wanted) in enumerate(zip(o, expected, strict=True)):
+            scheme = self._rows[row].scheme
+            off = (~((got - wanted).abs() <= 1e-4 * wanted.abs().max())).float().mean().item()
+            lossy = any(copy is not None and copy.lossy for copy in (scheme.recurrence, scheme.read))
+            if off > (0.25 if lossy else 0):
+                raise RunError(
+                    f"start-up check: state layer {layer}, {scheme}: {off:.1%} of the Triton scan's outputs differ "
+                    "from the torch scan's; use --backend torch and report this"
                 )
 
 
 @torch.inference_mode()
-def rehearse(model: Any, session: "Session") -> None:
-    """All rows read a few dozen tokens in two pieces: kernels are compiled, and compared with the torch scan in every layer.
+def rehearse(model: Any, session: Session) -> None:
+    """All rows read a few dozen tokens in two pieces. This compiles the kernels and compares both scans in every layer.
 
-    Without a prompt, and with flushes early enough to be read, whatever the rows of the run wait for.
+    The rehearsal's rows have no prompt, and flush early enough for the second piece to read what was rounded.
     """
     ids = _ids(model).expand(len(session.rows), -1)
     first = _TOKENS[0]
@@ -121,8 +150,5 @@ def rehearse(model: Any, session: "Session") -> None:
     if model.device.type == "cuda":  # the interpreter has nothing to compile
         with compile_only():
             read()
-    session._twins = {}
-    try:
+    with session.observed(ScanComparison(rows, session.rule)):
         read()
-    finally:
-        session._twins = None

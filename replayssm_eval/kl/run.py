@@ -16,8 +16,9 @@ from replayssm_emulation import RunError, Scheme, UsageError, parse_scheme
 from replayssm_kernels import BatchRow, compiled_kernels
 from torch import Tensor
 
+from ..inference.attach import attach
 from ..inference.forward import hidden_states, hidden_states_by_token, layer_devices, new_cache
-from ..inference.session import Session, attach
+from ..inference.session import Session
 from ..models.loading import Loaded, load, weights_digest
 from ..results.files import (
     SCHEMA_KL,

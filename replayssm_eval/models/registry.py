@@ -52,7 +52,9 @@ _NANO_30B = _NEMOTRON | {
 }
 _SUPER = _NEMOTRON | {
     "hidden_size": 4096,
-    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "hybrid_override_pattern": (
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    ),
     "mamba_num_heads": 128,
     "n_routed_experts": 512,
     "num_experts_per_tok": 22,
@@ -88,8 +90,11 @@ _KIMI_48B = {
     "model_type": "kimi_linear",
     "layer_types": ["full_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for i in range(27)],
 }
-# Of these, only the sum is known to be right: widths of MLPs and experts are not in those copies.
-_BY_SIZE = "layers and heads from third-party copies of config.json; widths of MLPs and experts only by the {} parameters that they add up to"
+# Those copies lack the widths of MLPs and experts. Only their sum is confirmed.
+_BY_SIZE = (
+    "layers and heads from third-party copies of config.json; widths of MLPs and experts only by the {} parameters "
+    "that they add up to"
+)
 
 REGISTRY = {
     entry.name: entry
@@ -115,7 +120,8 @@ REGISTRY = {
         ModelEntry(
             "tiny-answers",
             "tiny-answers",
-            "testbed in the package: 1.1M-parameter NemotronH without attention that answers the task replayssm_progression",
+            "testbed in the package: 1.1M-parameter NemotronH without attention that answers the task "
+            "replayssm_progression",
             testbed=True,
         ),
         ModelEntry(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from replayssm_emulation import Scheme, UsageError, parse_scheme
+from replayssm_emulation import Rule, Scheme, UsageError, parse_scheme
 from replayssm_emulation.scheme import Copy
 
 from .loading import auto_class, location_of
@@ -13,16 +13,16 @@ SCHEMES = ("fp32@1", "fp16@16", "fp8@16", "nvfp4@16", "fp8/fp16@16", "nvfp4/fp16
 
 
 def model_sizes(name: str) -> dict[str, Any]:
-    """JSON-able facts of a registry name, local folder or cached hub id; bytes are per sequence unless they say otherwise.
+    """JSON-able facts of a registry name, local folder or cached hub id. Bytes are per sequence and cover all layers.
 
-    state: fp32 of all layers. records: of one token of all layers, inputs in 16 bits and gates in fp32. kv: bf16 cache of one
-    token, latent where the model keeps it so. crossover_tokens: the context from which the KV cache is the larger.
-    schemes: bytes stored, with 16 records where the scheme keeps a window. Raises UsageError for a model that cannot be had.
+    state_bytes: fp32 states. record_bytes_per_token: inputs in 16 bits and gates in fp32. kv_bytes_per_token: keys and
+    values in bf16, or their latent form if the model caches that. crossover_tokens: the context length at which the KV
+    cache outgrows the states. schemes: bytes of the copies, and of the records of one window if the scheme keeps one.
+    Raises UsageError for a model that cannot be found.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..inference.session import state_layers
     from .families import family_of
     from .hub import hub_reachable
 
@@ -42,15 +42,12 @@ def model_sizes(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         kind = auto_class(text)
         model = kind.from_config(text if kind is AutoModelForCausalLM else config)
-    layers = state_layers(model)
+    layers = family.state_layers(model)
     heads, groups, d_v, d_k = family.shape(next(iter(layers.values())))
-    gates = heads * (
-        d_k + 1 if family.rule.per_channel else 2 if family.rule.delta else 1
-    )  # log α and β; Mamba-2 has both from Δ
-    record = len(layers) * (2 * (heads * d_v + groups * d_k) + 4 * gates)
+    record = len(layers) * (2 * (heads * d_v + groups * d_k) + 4 * heads * _gates_per_head(family.rule, d_k))
     elements = len(layers) * heads * d_v * d_k
     attention = sum(kind in ("full_attention", "hybrid", "indexed_attention") for kind in text.layer_types)
-    kv = 2 * attention * _kv_width(text)
+    kv = 2 * attention * family.kv_width(text)
     return {
         "name": name,
         "type": text.model_type,
@@ -70,12 +67,11 @@ def model_sizes(name: str) -> dict[str, Any]:
     }
 
 
-def _kv_width(config: Any) -> int:
-    """Elements that an attention layer keeps per token."""
-    if getattr(config, "kv_lora_rank", None):
-        return config.kv_lora_rank + config.qk_rope_head_dim + getattr(config, "index_head_dim", 0)
-    heads = config.num_key_value_heads or config.num_attention_heads
-    return 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _gates_per_head(rule: Rule, d_k: int) -> int:
+    """Gates that a record keeps: log α and β. Mamba-2 makes both from its Δ."""
+    if rule.per_channel:
+        return d_k + 1
+    return 2 if rule.delta else 1
 
 
 def _stored(scheme: Scheme, elements: int, d_v: int, d_k: int, record: int) -> dict[str, int]:

@@ -28,8 +28,9 @@ def inputs(
 def assert_close_to_dense(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
     """Against a dense mask in float64, element by element relative to Σ p|v|, the sum of the sizes of what is averaged.
 
-    With 16-bit inputs the weights, the parts and their merge are each rounded once: 3u. The rest is in fp32 at least (u₃₂):
-    d products per score, S per sum, whose roundings add up like a random walk: 8·√(d+S)·u₃₂ leaves room for the exponential.
+    With 16-bit inputs the weights, the parts and their merge are each rounded once: 3u. The rest is in fp32 at least,
+    with unit roundoff u₃₂. A score has d products and a sum has S. Their roundings add up like a random walk, and
+    8·√(d+S)·u₃₂ leaves room for the exponential.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).double() for x in (k, v))
     tokens, keys = q.shape[2], k.shape[2]
@@ -122,7 +123,7 @@ def test_neither_a_mask_nor_repeated_keys_in_memory(dtype) -> None:
     q, k, v = inputs(1000, 4000, dtype, rows=1, heads=4, kv_heads=1)
     with LargestAllocation() as seen:
         chunked_causal_attention(q, k, v, 0.3)
-    # Parts are merged in fp32; keys repeated for every head would take 4 times k, a mask of bytes 31 times its 16-bit size.
+    # Parts are merged in fp32. Keys repeated for every head would take 4 times k; a mask of bytes, 31 times k in bf16.
     assert 0 < seen.bytes <= max(k.nbytes, 4 * q.numel()) < min(4 * k.nbytes, 1000 * 4000)
 
 

@@ -40,7 +40,8 @@ class EndsAt(StoppingCriteria):
 def generate(session, model, ids, documents, ends, **kwargs) -> list[list[int]]:
     session.start([BatchRow(SCHEME, seed=3, document=d, prompt=PROMPT) for d in documents])
     out = model.generate(
-        ids, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), **kwargs
+        ids, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None,
+        stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), **kwargs
     )  # fmt: skip
     return [row[PROMPT : PROMPT + n].tolist() for row, n in zip(out, ends, strict=True)]
 
@@ -66,10 +67,10 @@ def test_sequences_leave_the_batch(pattern) -> None:
 
 
 def test_copies_and_noise_follow_the_sequence() -> None:
-    """The copy of the row that ran on, its neighbours gone, is that of the row alone, and not that of another document's noise.
+    """The longest row, its neighbours gone, has the copy of that row alone, and not of another document's noise.
 
-    Answers would not show it: these models hardly listen to their states. A product of other shape may round differently, move
-    a scale by an ulp, and tip an element here and there over a rounding boundary.
+    Answers would not show it: these models hardly listen to their states. A product of another shape may round
+    differently, move a scale by an ulp, and tip an element here and there over a rounding boundary.
     """
     model = nemotron_h("MM-")
     ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(4)])
@@ -115,8 +116,10 @@ def tiny_bamba() -> BambaForCausalLM:
     """Rotary positions, which padding on the left shifts; heads of 10 x 12."""
     torch.manual_seed(0)
     config = BambaConfig(
-        vocab_size=VOCAB, hidden_size=20, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        attn_layer_indices=[1], mamba_n_heads=2, mamba_d_head=10, mamba_d_state=12, mamba_n_groups=1, mamba_expand=1, mamba_chunk_size=32,
+        vocab_size=VOCAB, hidden_size=20, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_layer_indices=[1], mamba_n_heads=2, mamba_d_head=10, mamba_d_state=12, mamba_n_groups=1,
+        mamba_expand=1, mamba_chunk_size=32,
     )  # fmt: skip
     return strong_states(BambaForCausalLM(config).eval())
 
@@ -131,8 +134,11 @@ def tiny_bamba() -> BambaForCausalLM:
     ids=["leaving", "together", "single-tokens"],
 )
 def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
-    """CUDA graphs on a GPU, the same steps run as they are elsewhere: left-padded rows get the scores of steps one by one, also when
-    rows have left the batch and caches have grown; bit for bit their copies, if the batches were the same."""
+    """Left-padded rows get the scores of steps one by one, also when rows have left the batch and caches have grown.
+
+    If the batches are the same, their copies are equal bit for bit. Steps are CUDA graphs on a GPU; elsewhere they run
+    one by one.
+    """
     model, parsed = build().to(DEVICE), parse_scheme(scheme)
     ids = torch.cat([token_ids(PROMPT, seed=n) for n in range(len(ends))]).to(DEVICE)
     padding = (2, 0, 5, 0)[: len(ends)]
@@ -148,7 +154,8 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
         scores = Scores()
         session.start([BatchRow(parsed, seed=3, document=d, prompt=PROMPT, padding=n) for d, n in enumerate(padding)])
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, logits_processor=LogitsProcessorList([scores]),
+            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None,
+            logits_processor=LogitsProcessorList([scores]),
             stopping_criteria=StoppingCriteriaList([EndsAt(ends)]), custom_generate=decode, **options,
         )  # fmt: skip
         return out, scores.seen, *session.export()
@@ -186,7 +193,7 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
 
 
 def test_steps_inside_a_prompt_are_not_replayed() -> None:
-    """A prompt that goes on behind what was read at once: positions must be told, or the state would never be rounded."""
+    """The prompt is longer than the first pass. Steps must know positions, or the state would never be rounded."""
     model, scheme = tiny_nemotron_h().to(DEVICE), parse_scheme("nvfp4@4")
     options = {
         "max_new_tokens": 8,

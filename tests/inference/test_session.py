@@ -1,4 +1,4 @@
-"""Schemes inside Hugging Face models: equal to the unpatched model in fp32, loud when anything is bypassed, gone on exit."""
+"""Schemes inside Hugging Face models: equal to the unpatched model in fp32, loud about a bypass, gone on exit."""
 
 import importlib
 from copy import deepcopy
@@ -11,8 +11,7 @@ from transformers import DynamicCache
 
 from replayssm_eval import attach
 from replayssm_eval.inference.forward import hidden_states
-from replayssm_eval.inference.session import state_layers
-from replayssm_eval.models.families import FAMILIES
+from replayssm_eval.models.families import FAMILIES, state_layers
 from tests.helpers.models import mamba1, mamba2, nemotron_h, tiny_nemotron_h, token_ids
 
 MODELS = {
@@ -115,8 +114,8 @@ def test_document_b_after_a_poisoned_document_a_equals_b_alone(model) -> None:
     with attach(model, ["fp32", "nvfp4@16"]) as session:
         alone = logits(model, ids)
         logits(model, token_ids(37, rows=2, seed=1))
-        for carry in session._carries.values():
-            for group in carry.groups:
+        for layer in session.layers:
+            for group in session.states.groups(layer):
                 group.recurrence.fill_(torch.nan)
         assert torch.equal(logits(model, ids), alone)
 
@@ -149,7 +148,7 @@ def test_a_prompt_runs_in_full_precision() -> None:
 
 
 def test_bfloat16_models_keep_an_fp32_state_and_say_so() -> None:
-    """S1: what is in force is read back from the live state and cache."""
+    """S1: the manifest reads dtypes back from the live state and cache."""
     model = nemotron_h("M-M*", torch.bfloat16)
     with attach(model, ["fp32", "nvfp4/fp16@16"]) as session:
         cache = DynamicCache(config=model.config)
@@ -162,23 +161,17 @@ def test_bfloat16_models_keep_an_fp32_state_and_say_so() -> None:
         assert entry["conv_state"] == "bfloat16"
 
 
-def test_every_row_is_handed_the_same_inputs(monkeypatch) -> None:
-    """S2: in the first state layer, q, k, v, β and decay are bit-identical in all rows, and Δ is never rounded to bf16."""
-    import replayssm_eval.inference.session as module
-
+def test_every_row_is_handed_the_same_inputs() -> None:
+    """S2: in the first state layer, all rows get q, k, v, β and decay of equal bits, and Δ is never rounded to bf16."""
     seen = {}
-    original = module.replay_scan
-
-    def spy(*args, layer, **kwargs):
-        seen.setdefault(layer, args[:5])
-        return original(*args, layer=layer, **kwargs)
-
-    monkeypatch.setattr(module, "replay_scan", spy)
     model = nemotron_h("M-M*", torch.bfloat16)
-    with attach(model, ["fp32", "nvfp4@16"], probe=False):
+    with (
+        attach(model, ["fp32", "nvfp4@16"], probe=False) as session,
+        session.observed(lambda layer, inputs, o: seen.setdefault(layer, inputs)),
+    ):
         logits(model, token_ids(40, rows=2))
     assert all(torch.equal(x[0], x[1]) for x in seen[0])
-    beta = seen[0][3]
+    beta = seen[0].beta
     assert beta.dtype == torch.float32
     assert not torch.equal(beta, beta.bfloat16().float())
 
@@ -285,25 +278,17 @@ def test_every_layer_and_document_has_its_own_noise() -> None:
     """The state of each layer equals the reference recurrence under that layer's and document's key, bit for bit."""
     from replayssm_emulation import NoiseKey, fixed_window, recurrence_windows
 
-    import replayssm_eval.inference.session as module
-
     model, rows = nemotron_h("M-M*"), [BatchRow(parse_scheme("fp16@16"), seed=3, document=5)]
     seen = {}
-    original = module.replay_scan
-
-    def spy(*args, layer, **kwargs):
-        seen[layer] = args[:5]
-        return original(*args, layer=layer, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, attach(model, rows, probe=False) as session:
-        patch.setattr(module, "replay_scan", spy)
-        logits(model, token_ids(48))
+    with attach(model, rows, probe=False) as session:
+        with session.observed(lambda layer, inputs, o: seen.update({layer: inputs})):
+            logits(model, token_ids(48))
         for layer, (q, k, *rest) in seen.items():
             q, k = (x[0].float().repeat_interleave(2, dim=1) for x in (q, k))
             trace = recurrence_windows(
                 q, k, *(x[0].float() for x in rest), rows[0].scheme, fixed_window(16, 0, 48), key=NoiseKey(3, 5, layer)
             )
-            group = session._carries[layer].groups[0]
+            group = session.states.groups(layer)[0]
             # The fold's roundoff (1e-7) tips one element in thousands; another key would move nearly all of them.
             assert (group.recurrence[0] != trace.copies[-1][1]).float().mean() < 0.02
 
@@ -313,8 +298,9 @@ def test_a_pass_after_a_failed_one_works(model) -> None:
     with attach(model, ["fp32"]) as session:
         expected = logits(model, ids)
         head = model.get_output_embeddings()
-        last = list(session.layers)[-1]
-        hook = session._mixers[last].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
+        hook = state_layers(model)[session.layers[-1]].register_forward_pre_hook(
+            lambda *_: (_ for _ in ()).throw(MemoryError())
+        )
         with pytest.raises(MemoryError):
             logits(model, ids)
         hook.remove()

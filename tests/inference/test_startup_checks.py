@@ -1,4 +1,7 @@
-"""The start-up probe and the hook counter against faults of transformers itself: a broken cached forward, a fast path (P1, P5)."""
+"""The start-up probe and the hook counter against faults of transformers itself (P1, P5).
+
+The faults are a broken cached forward, equal rows with other bits, and a fast path around the recurrence.
+"""
 
 import importlib
 import inspect
@@ -11,8 +14,7 @@ from replayssm_emulation import RunError
 from transformers import DynamicCache, NemotronHForCausalLM
 
 from replayssm_eval import attach
-from replayssm_eval.inference.session import state_layers
-from replayssm_eval.models.families import FAMILIES
+from replayssm_eval.models.families import FAMILIES, state_layers
 from tests.helpers.models import mamba2, nemotron_h, token_ids
 
 

@@ -29,32 +29,42 @@ COMMON = {
 MAMBA = {"mamba_n_heads": HEADS, "mamba_d_head": D_V, "mamba_d_state": D_K, "mamba_n_groups": 3, "mamba_chunk_size": 32}
 CONFIGS = {
     "mamba2": {
-        "num_hidden_layers": 2, "expand": 2, "num_heads": HEADS, "head_dim": D_V, "state_size": D_K, "n_groups": 3, "chunk_size": 32,
+        "num_hidden_layers": 2, "expand": 2, "num_heads": HEADS, "head_dim": D_V, "state_size": D_K, "n_groups": 3,
+        "chunk_size": 32,
     },
     "nemotron_h": {
-        "hybrid_override_pattern": "M*M-", "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": HEADS, "mamba_head_dim": D_V,
+        "hybrid_override_pattern": "M*M-", "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": HEADS,
+        "mamba_head_dim": D_V,
         "ssm_state_size": D_K, "n_groups": 3, "chunk_size": 32,
     },
     "bamba": {**MAMBA, "num_hidden_layers": 3, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_expand": 2},
     "granitemoehybrid": {
-        **MAMBA, "num_hidden_layers": 3, "num_key_value_heads": 2, "layer_types": ["mamba", "attention", "mamba"], "mamba_expand": 2,
+        **MAMBA, "num_hidden_layers": 3, "num_key_value_heads": 2, "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_expand": 2,
         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64,
     },
-    "falcon_h1": {**MAMBA, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": HEADS * D_V},
+    "falcon_h1": {
+        **MAMBA, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": HEADS * D_V,
+    },
     "zamba2": {
-        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "mamba_d_state": D_K, "mamba_ngroups": 3,
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "mamba_d_state": D_K, "mamba_ngroups": 3,
         "n_mamba_heads": HEADS, "mamba_expand": 2, "chunk_size": 32,
     },
 }  # fmt: skip
 LAYERS = {"mamba2": [0, 1], "falcon_h1": [0, 1], "zamba2": [0, 1, 2]}  # others: 0 and 2
 GDN = {
-    "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_value_heads": HEADS, "linear_num_key_heads": 3, "linear_value_head_dim": D_V, "linear_key_head_dim": D_K,
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": HEADS, "linear_num_key_heads": 3, "linear_value_head_dim": D_V,
+    "linear_key_head_dim": D_K,
 }  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 MLA = {
-    "num_hidden_layers": 3, "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16, "mlp_layer_types": ["dense"] * 3,
+    "num_hidden_layers": 3, "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16,
+    "mlp_layer_types": ["dense"] * 3,
 }  # fmt: skip
 CONFIGS |= {
     "qwen3_next": {**GDN, **MOE},
@@ -62,20 +72,24 @@ CONFIGS |= {
     "qwen3_5_moe_text": {**GDN, **MOE},
     "olmo_hybrid": {**GDN, "linear_num_key_heads": HEADS, "num_key_value_heads": 4},
     "qwen4_exp_text": {
-        **GDN, **MOE, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 128, "indexer_compress_ratio": 16,
-        "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 100,
+        **GDN, **MOE, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 128,
+        "indexer_compress_ratio": 16,
+        "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 100,
         "split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 1, "output_gate_type": "silu", "eos_token_id": 0,
     },
     "lara_mini": {**GDN, **MOE},
     "kimi_linear": {**MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS},
     "bailing_hybrid": {**MLA, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": D_K},
     "glm5_next_text": {
-        **MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS, "qk_rope_head_dim": 0, "q_lora_rank": 16, "index_head_dim": 16, "index_n_heads": 2,
+        **MLA, "linear_head_dim": D_K, "linear_num_heads": HEADS, "qk_rope_head_dim": 0, "q_lora_rank": 16,
+        "index_head_dim": 16, "index_n_heads": 2,
     },
 }  # fmt: skip
 CONFIGS |= {
     "minimax": {
-        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_attention_heads": HEADS,
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": HEADS,
         "num_key_value_heads": 3, "head_dim": D_K, "block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
     },
 }  # fmt: skip
@@ -84,7 +98,10 @@ SHAPES = dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next_text", "mini
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
-    """Random weights hardly use their states: here what goes around the state is weak, its outputs strong, its memory long."""
+    """A model that uses its states: what bypasses the state is weak, its outputs are strong, its memory is long.
+
+    Plain random weights would hardly use the state.
+    """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     kind = request.param
@@ -108,7 +125,7 @@ def model(request):
                 weight.data.sub_(2)
         if kind == "minimax":
             module.qkv_proj.weight.data.mul_(8)
-        elif not FAMILIES[kind].delta:
+        elif not FAMILIES[kind].rule.delta:
             module.in_proj.weight.data.mul_(8)
             module.D.data.mul_(0.01)
             module.dt_bias.data[::2] = -9.0  # Δ below what the many-token functions of some families clamp it to
@@ -162,7 +179,7 @@ def test_the_state_is_what_the_config_says(model) -> None:
 
 @torch.no_grad()
 def test_generation(model) -> None:
-    """Greedy, two sequences: the tokens that whole passes name, and those of the unpatched model where it clamps no Δ."""
+    """Greedy, two sequences: the tokens of whole passes, and of the unpatched model where it clamps no Δ."""
     prompts = torch.cat([token_ids(9, seed=n) for n in range(2)])
     options = {"max_new_tokens": 12, "do_sample": False}
     unpatched = model.generate(prompts, **options)
@@ -205,7 +222,7 @@ NOT_REPLAYED = ("falcon_h1", "zamba2", "qwen4_exp_text", "glm5_next_text", "mini
 
 @torch.inference_mode()
 def test_replayed_steps_are_the_steps(model, monkeypatch) -> None:
-    """Decoding as with CUDA graphs, on the torch scan, where nothing is captured: scores of left-padded rows in caches that grow."""
+    """Decoding as with CUDA graphs, on the torch scan, where nothing is captured: left-padded rows, growing caches."""
     begin, call, taken = StepGraphs.begin.__func__, StepGraphs.__call__, []
 
     def begin_on_torch(cls, model, session, *args):

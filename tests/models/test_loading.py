@@ -44,7 +44,7 @@ TESTBEDS = [name for name, entry in models.REGISTRY.items() if entry.testbed]
 
 @pytest.mark.parametrize("name", TESTBEDS)
 def test_testbeds_use_what_they_have_read(name, tmp_path) -> None:
-    """A held-out book is foretold better by a nat and more than from the last token alone; a coarse state changes what is said."""
+    """Testbeds predict a held-out book at least a nat better than from the last token alone; coarse states matter."""
     result = run_kl(model=name, schemes=["nvfp4@16"], tokens=192, output=tmp_path / "out")
     reference, control, coarse = result["rows"]
     loaded = models.load(name, device="cpu")
@@ -82,7 +82,7 @@ def test_random_weights_are_repeatable_and_leave_the_generator_alone(tiny) -> No
 
 
 def test_random_weights_where_a_map_says(tiny) -> None:
-    """Every value is made, none is left of the memory's past: that a model without weights is filled as one on a single device."""
+    """A model that is spread over devices gets the same values as on one device, and no value is left unset."""
     spread = models.load("nemotron-3-nano-4b", device="cpu", device_map="auto", random_weights=True).model
     alone = models.load("nemotron-3-nano-4b", device="cpu", random_weights=True).model
     assert models.weights_digest(spread) == models.weights_digest(alone)

@@ -1,4 +1,4 @@
-"""What models keep per sequence, against hand counts; the registered shapes have the parameters that their names say."""
+"""What models keep per sequence, against hand counts; registered shapes have as many parameters as their names say."""
 
 import json
 
@@ -35,9 +35,15 @@ def test_latent_attention_and_channel_decays_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "state_layers"),
-    [("nemotron-3-nano-30b", 31.6, 23), ("qwen3.5-4b", 4.2, 24), ("qwen3.5-122b", 122.1, 36), ("qwen3-next-80b", 79.7, 36), ("kimi-linear-48b", 49.1, 20),
-     ("glm-5.3-flash", 313.8, 34)],
-)  # fmt: skip
+    [
+        ("nemotron-3-nano-30b", 31.6, 23),
+        ("qwen3.5-4b", 4.2, 24),
+        ("qwen3.5-122b", 122.1, 36),
+        ("qwen3-next-80b", 79.7, 36),
+        ("kimi-linear-48b", 49.1, 20),
+        ("glm-5.3-flash", 313.8, 34),
+    ],
+)
 def test_registered_shapes(name, billions, state_layers) -> None:
     sizes = model_sizes(name)
     assert round(sizes["parameters"] / 1e9, 1) == billions

@@ -3,12 +3,17 @@
 import torch
 import torch.nn.functional as F
 
+from .family import Family
+
 
 def patches(session):
-    """The mixer's forward as a whole: transformers has no function for its recurrence, and keeps the state in the model's dtype."""
+    """Replaces the whole forward of the mixer.
+
+    transformers has no separate function for this recurrence, and it keeps the state in the model's dtype.
+    """
 
     def forward(mixer, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
-        """`[R, T, hidden]` -> (output of the same shape, what the cache holds)."""
+        """`[R, T, hidden]` -> (output of the same shape, the cache's new content)."""
         shape = (*hidden_states.shape[:2], mixer.num_attention_heads, 3 * mixer.head_dim)
         qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
         if attention_mask is not None:
@@ -25,7 +30,16 @@ def patches(session):
     return {"MiniMaxLightningAttention.forward": forward}
 
 
-def cache():
+def _shape(m):
+    return m.num_attention_heads, m.num_attention_heads, m.head_dim, m.head_dim
+
+
+def _cache():
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
     return MiniMaxCache()
+
+
+FAMILY = Family(
+    "transformers.models.minimax.modeling_minimax", "MiniMaxLightningAttention", patches, _shape, cache=_cache
+)

@@ -1,14 +1,27 @@
 """Mamba-2 layers: v = x, β = Δ, α = exp(A·Δ), k = B, q = C; the skip D·x stays outside the state."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
+
+from .family import Family
+
+
+def family(kind: str, mixer: str, **differences: Any) -> Family:
+    """The Mamba-2 family of the transformers package `kind`; differences: further fields of `Family`."""
+
+    def shape(m: Any) -> tuple[int, int, int, int]:
+        return m.num_heads, m.n_groups, m.head_dim, m.ssm_state_size
+
+    return Family(f"transformers.models.{kind}.modeling_{kind}", mixer, patches, shape, **differences)
 
 
 def patches(session):
     """Replacements for the two recurrence functions of a transformers Mamba-2 modeling file.
 
-    Δ is computed in fp32 whatever the model's dtype. The many-token function of transformers clamps Δ from below, its
-    one-token function does not; decoding is what is emulated, so neither clamps here unless the session follows HF.
+    Δ is computed in fp32 for every dtype of the model. In transformers the many-token function clamps Δ from below, and
+    the one-token function does not. This package emulates decoding, so neither clamps unless `session.follow_hf_clamp`.
     """
 
     def step_size(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
