@@ -20,9 +20,9 @@ os.environ.pop("TRITON_INTERPRET", None)  # decides at import whether kernels ar
 
 import torch
 import triton
-from replayssm_emulation import parse_scheme
+from replayssm_emulation import Rule, parse_scheme
 from replayssm_kernels import BatchRow
-from replayssm_kernels.torch_backend import plain as scan
+from replayssm_kernels.state import zero_carry
 from replayssm_kernels.triton_backend import launch as scan_triton
 from triton.backends.compiler import GPUTarget
 
@@ -59,9 +59,9 @@ def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype, delta: str |
     beta = torch.zeros(1, tokens, 2)
     log_decay = torch.zeros(1, tokens, 2, *([d_k] if delta == "kda" else []))
     rows, o = [BatchRow(scheme)], torch.zeros(1, tokens, 2, d_v)
-    groups = scan._first_carry(rows, k, v, beta, log_decay).groups
+    groups = zero_carry(rows, k, v, beta, log_decay).groups
     # Not through `replay_scan`, which converts what lies on a CPU.
-    scan_triton.scan_groups(q, k, v, beta, log_decay, o, groups, rows, 0, 0, delta is not None)
+    scan_triton.scan_groups(q, k, v, beta, log_decay, o, groups, rows, 0, 0, Rule(delta or "plain"))
     return kernels
 
 

@@ -4,13 +4,11 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from replayssm_emulation import Scheme, UsageError
 
-if TYPE_CHECKING:
-    from .torch_backend.plain import BatchRow
+from .state import BatchRow
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -45,7 +43,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     return "triton"
 
 
-def check_rows(rows: "Sequence[BatchRow]", d_v: int, d_k: int) -> None:
+def check_rows(rows: Sequence[BatchRow], d_v: int, d_k: int) -> None:
     """Raises UsageError naming the first scheme that the Triton kernels cannot run on heads of [d_v, d_k]."""
     from .triton_backend.launch import specialisation
 

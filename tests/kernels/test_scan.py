@@ -6,7 +6,7 @@ import pytest
 import torch
 from replayssm_emulation import NoiseKey, UsageError, fixed_window, parse_scheme, recurrence_windows
 from replayssm_kernels import BatchRow, replay_scan
-from replayssm_kernels.torch_backend import plain as scan
+from replayssm_kernels.torch_backend import casts, groups
 
 SCHEMES = [
     "fp32", "fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "nvfp4-rn@16", "nvfp4/fp32@7+flush-reads=read",
@@ -95,8 +95,8 @@ def test_states_are_bit_identical_in_any_row_order_and_company() -> None:
 def test_memory_blocks_do_not_show(monkeypatch) -> None:
     x, rows = inputs(len(SCHEMES)), rows_of(SCHEMES)
     o, carry = run(x, rows)
-    monkeypatch.setattr(scan, "_BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(scan, "_NOISE_ELEMENTS", 1)
+    monkeypatch.setattr(groups, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(casts, "_NOISE_ELEMENTS", 1)
     small_o, small = run(x, rows)
     assert (small_o - o).abs().max() <= 64 * 2**-24 * o.abs().max()
     for row, whole in copies(carry).items():

@@ -11,13 +11,12 @@ Only differences of cumulative log-decays are exponentiated, and they are negati
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .plain import BatchRow, Group
+from ..state import BatchRow, Group
 
 
 class _Window(NamedTuple):
@@ -76,7 +75,7 @@ def _fold(w: _Window, recurrence: Tensor, u_read: Tensor, last: int, stored: Ten
 
 
 def delta_block(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: "Group", rows: "Sequence[BatchRow]", folds: int, length: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: Group, rows: Sequence[BatchRow], folds: int, length: Tensor,
     write: Callable[[int, Tensor], None],
 ) -> Tensor:  # fmt: skip
     """Windows `[rows, W, L, ...]` of a group in order, of which the first `folds` end in a fold; returns o `[rows, W, L, H, d_v]`.
@@ -100,7 +99,7 @@ def delta_block(
     return torch.stack(outputs, dim=1)
 
 
-def delta_read_only(q: Tensor, group: "Group") -> Tensor:
+def delta_read_only(q: Tensor, group: Group) -> Tensor:
     """o `[rows, T, H, d_v]` of the group's T newest records, whose queries are q `[rows, T, G, d_k]`: decoding between folds."""
     k, v, beta, log_decay = group.records
     tokens, seen = q.shape[1], k.shape[1]

@@ -9,21 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
-from replayssm_emulation import Scheme
+from replayssm_emulation import Rule, Scheme
 from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
+from ..state import BatchRow, Group
 from .cast import cast_constants, spans_head
 from .delta_kernels import delta_prepare_kernel, delta_window_kernel
 from .plain_kernels import prepare_kernel, window_kernel
 from .token_kernels import token_kernel
-
-if TYPE_CHECKING:
-    from ..torch_backend.plain import BatchRow, Group
 
 PIECE = 16  # tokens per piece: the smallest operand of a tensor-core product
 _WIDEST = 256
@@ -121,7 +119,7 @@ def delta_tiles_of(rounded: tuple, d_v: int, d_k: int) -> Tiles:
 
 
 def _launches(
-    inputs: tuple[Tensor, ...], o: Tensor, group: "Group", rows: "Sequence[BatchRow]",
+    inputs: tuple[Tensor, ...], o: Tensor, group: Group, rows: Sequence[BatchRow],
     index: list[int], first: int, cuts: tuple[tuple[int, bool], ...], layer: int, delta: bool,
 ) -> tuple[Tensor, list[tuple[bool, Callable[[], None]]]]:  # fmt: skip
     """(fold, launches) that scan rows which share a schedule; one launch for rows that are compiled alike.
@@ -284,8 +282,8 @@ def _run_side_by_side(launches: list[tuple[bool, Callable[[], None]]], device: t
 
 
 def scan_groups(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: "Sequence[Group]", rows: "Sequence[BatchRow]",
-    start: int, layer: int, delta: bool,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: Sequence[Group], rows: Sequence[BatchRow],
+    start: int, layer: int, rule: Rule,
 ) -> None:  # fmt: skip
     """The next T tokens of every group, from position `start`: `scan._scan_group` on the device.
 
@@ -305,7 +303,7 @@ def scan_groups(
                 torch.cat([old, _of(x, index).to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True)
             )
             index, target = list(range(len(index))), torch.full(inputs[2].shape, torch.nan, device=o.device)
-        fold, work = _launches(inputs, target, group, members, index, first, cuts, layer, delta)
+        fold, work = _launches(inputs, target, group, members, index, first, cuts, layer, rule.delta)
         launches += work
         finish.append(
             (group, members, inputs, index, target, fold, cuts, pending, stop - (cuts[-1][0] + 1 if cuts else first))
