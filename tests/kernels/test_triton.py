@@ -10,7 +10,7 @@ import triton.language as tl
 from replayssm_emulation import FORMATS, UsageError, get_format, parse_scheme, quantize
 from replayssm_kernels import BatchRow, choose_backend, replay_scan
 from replayssm_kernels.triton_backend.cast import (
-    cast_constants,
+    plan_cast,
     cast_slice,
     largest_of_rows,
     ordinary,
@@ -52,7 +52,7 @@ def cast(
     x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: int = 0, short: bool = False
 ) -> torch.Tensor:
     d_v, d_k = x.shape
-    constants = cast_constants(get_format(name), d_k, rounding == "stochastic", noise_bits)
+    constants = plan_cast(get_format(name), d_k, rounding == "stochastic", noise_bits)
     assert constants is not None
     x = x.to(DEVICE)
     o = torch.full_like(x, torch.inf)

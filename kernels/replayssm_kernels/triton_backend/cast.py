@@ -6,6 +6,8 @@ Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the r
 fp8 or bf16, whose casts the interpreter gets wrong; divisions are IEEE, since `/` is approximate on some GPUs.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from replayssm_emulation import Format
@@ -21,40 +23,57 @@ _ONE_SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1/6)
 _HAS_FMA = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
-def cast_constants(format: Format, d_k: int, stochastic: bool, noise_bits: int = 32) -> tuple | None:
-    """Compile-time description of a cast for `cast_slice`: None when the device functions cannot do it.
+class Cast(NamedTuple):
+    """Compile-time description of a cast. Kernels take it as one `tl.constexpr`. The defaults describe fp32: no rounding.
+
+    element: integer, or a minifloat of `mantissa` bits with exponents from min_exponent to max_exponent; max: its largest
+    value. scale: NONE, AMAX, E8M0 or NVFP4. block: elements that share a scale, 0 for the whole row. scale_rule: FLOOR, EVEN
+    or RCEIL, for E8M0. error_power: 1 or 2 where an NVFP4 block may map its largest element to 4, else 0. scale_max: the
+    largest NVFP4 block scale. per_head: one scale for a whole head. noise_bits: 0 rounds to nearest.
+    """
+
+    lossy: bool = False
+    integer: bool = False
+    mantissa: int = 0
+    min_exponent: int = 0
+    max: float = 0.0
+    max_exponent: int = 0
+    scale: int = 0
+    block: int = 1
+    scale_rule: int = 0
+    error_power: int = 0
+    scale_max: float = 0.0
+    per_head: bool = False
+    noise_bits: int = 0
+
+
+def plan_cast(format: Format, d_k: int, stochastic: bool, noise_bits: int = 32) -> Cast | None:
+    """The cast that `cast_slice` does for a format, or None when the device functions cannot do it.
 
     d_k: width of a row. Blocks must be powers of two, since tiles are.
     """
     element = format.element
     if element is None:
-        return (False, False, 0, 0, 0.0, 0, 0, 1, 0, 0, 0.0, False, 0)
+        return Cast()
     whole_row = format.scale == "amax" and (format.per_head or format.block is None or format.block >= d_k)
     block = 0 if whole_row or format.block is None else format.block
     if block & (block - 1):
         return None
-    integer = isinstance(element, Integer)
-    mantissa, least, largest = (
-        (element.mantissa, element.min_exponent, element.max_exponent) if isinstance(element, Minifloat) else (0, 0, 0)
-    )
-    scale = {"none": 0, "amax": 1, "e8m0": 2, "nvfp4": 3}[format.scale]
-    rule = {"floor": 0, "even": 1, "rceil": 2}[format.scale_rule]
-    power = {"": 0, "mae": 1, "mse": 2}[format.four_over_six]
-    bits = noise_bits if stochastic else 0
-    return (
-        True,
-        integer,
-        mantissa,
-        least,
-        element.max,
-        largest,
-        scale,
-        block,
-        rule,
-        power,
-        format.scale_max,
-        format.per_head,
-        bits,
+    minifloat = isinstance(element, Minifloat)
+    return Cast(
+        lossy=True,
+        integer=isinstance(element, Integer),
+        mantissa=element.mantissa if minifloat else 0,
+        min_exponent=element.min_exponent if minifloat else 0,
+        max=element.max,
+        max_exponent=element.max_exponent if minifloat else 0,
+        scale={"none": 0, "amax": 1, "e8m0": 2, "nvfp4": 3}[format.scale],
+        block=block,
+        scale_rule={"floor": 0, "even": 1, "rceil": 2}[format.scale_rule],
+        error_power={"": 0, "mae": 1, "mse": 2}[format.four_over_six],
+        scale_max=format.scale_max,
+        per_head=format.per_head,
+        noise_bits=noise_bits if stochastic else 0,
     )
 
 
@@ -176,8 +195,8 @@ def largest_of_rows(x, CAST: tl.constexpr):
     Bits order magnitudes as floats do, with infinity and NaN on top.
     """
     largest = tl.zeros((x.shape[0],), dtype=tl.int32)
-    if CAST[0]:
-        if CAST[6] == NVFP4 or (CAST[6] == AMAX and CAST[7] == 0):
+    if CAST.lossy:
+        if CAST.scale == NVFP4 or (CAST.scale == AMAX and CAST.block == 0):
             largest = tl.max(_bits(tl.abs(x)), axis=1)
     return largest
 
@@ -185,7 +204,7 @@ def largest_of_rows(x, CAST: tl.constexpr):
 @triton.constexpr_function
 def spans_head(CAST):
     """Whether a scale spans the whole head."""
-    return CAST[0] and (CAST[6] == 3 or CAST[11])
+    return CAST.lossy and (CAST.scale == 3 or CAST.per_head)
 
 
 @triton.jit
@@ -199,13 +218,13 @@ def over_head(largest, CAST: tl.constexpr):
 @triton.constexpr_function
 def has_short_cast(CAST):
     """Whether `ordinary` can hold: for stochastic casts to a minifloat with one scale per row."""
-    return CAST[0] and CAST[6] == 1 and CAST[7] == 0 and CAST[12] > 0 and not CAST[1] and not CAST[11]
+    return CAST.lossy and CAST.scale == 1 and CAST.block == 0 and CAST.noise_bits > 0 and not CAST.integer and not CAST.per_head
 
 
 @triton.constexpr_function
 def _normal_share(CAST):
     """The smallest normal number as a share of the largest, with a margin for the quotient's rounding."""
-    return (1 + 2.0**-20) * 2.0 ** CAST[3] / CAST[4]
+    return (1 + 2.0**-20) * 2.0 ** CAST.min_exponent / CAST.max
 
 
 @triton.jit
@@ -229,17 +248,17 @@ def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
     noise: uint32 words like x. largest: of all parts by `largest_of_rows` and `over_head`, int32 `[D_V]`. Elements outside
     the head must be zero. SHORT: the caller saw that the rows are `ordinary`.
     """
-    LOSSY: tl.constexpr = CAST[0]
+    LOSSY: tl.constexpr = CAST.lossy
     if not LOSSY:
         stored = x
     elif SHORT:
         amax = _float(largest)[:, None]
-        scale = _quotients(amax, tl.zeros_like(amax) + CAST[4])
+        scale = _quotients(amax, tl.zeros_like(amax) + CAST.max)
         # Adding noise to the bits of a negative number moves it away from zero too: no sign to take off and put back.
-        quotient = tl.clamp(_quotients(x, scale), -CAST[4], CAST[4])
-        stored = _float(_add_noise(_bits(quotient), noise, 23 - CAST[2], CAST[12])) * scale
-    elif CAST[6] == NONE:
-        stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST[1], CAST[2], CAST[3], CAST[4], CAST[12]), x)
+        quotient = tl.clamp(_quotients(x, scale), -CAST.max, CAST.max)
+        stored = _float(_add_noise(_bits(quotient), noise, 23 - CAST.mantissa, CAST.noise_bits)) * scale
+    elif CAST.scale == NONE:
+        stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST.integer, CAST.mantissa, CAST.min_exponent, CAST.max, CAST.noise_bits), x)
     else:
         stored = _cast_blocks(x, noise, largest, CAST)
     return stored
@@ -248,17 +267,17 @@ def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
 @triton.jit
 def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
     """`cast_slice` of a format with scales."""
-    INTEGER: tl.constexpr = CAST[1]
-    MANTISSA: tl.constexpr = CAST[2]
-    LEAST: tl.constexpr = CAST[3]
-    MAX: tl.constexpr = CAST[4]
-    LARGEST: tl.constexpr = CAST[5]
-    SCALE: tl.constexpr = CAST[6]
-    BLOCK: tl.constexpr = CAST[7]
-    RULE: tl.constexpr = CAST[8]
-    POWER: tl.constexpr = CAST[9]
-    SCALE_MAX: tl.constexpr = CAST[10]
-    NOISE_BITS: tl.constexpr = CAST[12]
+    INTEGER: tl.constexpr = CAST.integer
+    MANTISSA: tl.constexpr = CAST.mantissa
+    LEAST: tl.constexpr = CAST.min_exponent
+    MAX: tl.constexpr = CAST.max
+    LARGEST: tl.constexpr = CAST.max_exponent
+    SCALE: tl.constexpr = CAST.scale
+    BLOCK: tl.constexpr = CAST.block
+    RULE: tl.constexpr = CAST.scale_rule
+    POWER: tl.constexpr = CAST.error_power
+    SCALE_MAX: tl.constexpr = CAST.scale_max
+    NOISE_BITS: tl.constexpr = CAST.noise_bits
     D_V: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     B: tl.constexpr = N if BLOCK == 0 else BLOCK

@@ -18,7 +18,7 @@ from replayssm_emulation.scheme import Copy
 from torch import Tensor
 
 from ..state import BatchRow, Group
-from .cast import cast_constants, spans_head
+from .cast import Cast, plan_cast, spans_head
 from .delta_kernels import delta_prepare_kernel, delta_window_kernel
 from .plain_kernels import prepare_kernel, window_kernel
 from .token_kernels import token_kernel
@@ -32,10 +32,10 @@ def specialisation(scheme: Scheme, d_v: int, d_k: int) -> tuple | None:
     """What a kernel is compiled for, or None when it cannot run this scheme or head size."""
 
     def constants(copy: Copy) -> tuple | None:
-        return cast_constants(copy.format, d_k, copy.rounding == "stochastic", scheme.noise_bits)
+        return plan_cast(copy.format, d_k, copy.rounding == "stochastic", scheme.noise_bits)
 
     recurrence = constants(scheme.recurrence)
-    read = constants(scheme.read) if scheme.read is not None else (False,) * 13
+    read = constants(scheme.read) if scheme.read is not None else Cast()
     if recurrence is None or read is None or max(d_v, d_k) > _WIDEST:
         return None
     return recurrence, read, scheme.read is None, scheme.cast == "chained", scheme.flush_reads == "fold"
@@ -93,14 +93,14 @@ class Tiles:
 def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
     """One program per head only where a scale spans it; a warp for every band of 16 rows. Measured: reports/performance/notes.md."""
     per_head = any(spans_head(cast) for cast in rounded[:2])
-    block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
+    block = max(16, *(cast.block if cast.lossy else 0 for cast in rounded[:2]))
     whole = max(block, triton.next_power_of_2(d_k))
     rows = max(16, triton.next_power_of_2(d_v))
     if single and not per_head:  # bound by noise: small programs, of which the first rounds of Philox stay in registers
         width = max(block, min(whole, 32))
         height = max(4, 128 // width)  # four elements a thread at least: none is held twice
         return Tiles(height, width, -(-d_k // width), -(-d_v // height), 1, True)
-    noisy = any(cast[0] and cast[12] for cast in rounded[:2])
+    noisy = any(cast.lossy and cast.noise_bits for cast in rounded[:2])
     height = rows if per_head else 16 if noisy else min(rows, 32)
     width = max(block, min(whole, 32 if single else 128 if noisy and not per_head else 64))
     # What draws no noise waits for memory: read a piece ahead, more programs at once.
@@ -111,7 +111,7 @@ def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
 def delta_tiles_of(rounded: tuple, d_v: int, d_k: int) -> Tiles:
     """Taller than those of the plain scan: every program of a head reads its keys and queries, wide ones in fp32."""
     per_head = any(spans_head(cast) for cast in rounded[:2])
-    block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
+    block = max(16, *(cast.block if cast.lossy else 0 for cast in rounded[:2]))
     rows = max(16, triton.next_power_of_2(d_v))
     height = rows if per_head else min(max(16, rows // 2), 64)
     width = max(block, min(triton.next_power_of_2(d_k), 64 if per_head else 32))

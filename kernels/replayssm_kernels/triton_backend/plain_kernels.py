@@ -277,7 +277,7 @@ def _store_state(at, state, in_v, d_k: tl.constexpr, N: tl.constexpr, SLICES: tl
 def _largest(x, kind, CAST: tl.constexpr, SLICES: tl.constexpr):
     """The largest magnitudes that `cast_slice` wants."""
     largest = tl.zeros((x[0].shape[0],), dtype=tl.int32)
-    if CAST[0]:
+    if CAST.lossy:
         if kind == 2:
             for s in tl.static_range(SLICES):
                 largest = tl.maximum(largest, largest_of_rows(x[s], CAST))
@@ -288,7 +288,7 @@ def _largest(x, kind, CAST: tl.constexpr, SLICES: tl.constexpr):
 @triton.jit
 def _cast(x, s, largest, kind, seed, position, key, document, origin, d_k: tl.constexpr, CAST: tl.constexpr):
     """Slice s of a copy as it reads back; kind 1 keeps it as it is."""
-    if CAST[0]:
+    if CAST.lossy:
         if kind == 2:
             noise = _noise(seed, position, key, document, origin, s, d_k, x.shape[0], x.shape[1], CAST, False)
             x = cast_slice(x, noise, largest, False, CAST)
@@ -301,7 +301,7 @@ def _noise(
     d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, CAST: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Noise of slice s, which a cast to nearest does not draw."""
-    if CAST[12] == 0:
+    if CAST.noise_bits == 0:
         noise = tl.zeros((D_V, N), dtype=tl.uint32)
     else:
         noise = slice_noise(seed, position, key, document, (d_k + 3) // 4, origin, s * N, D_V, N, BY_COLUMN)

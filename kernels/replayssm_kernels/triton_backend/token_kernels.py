@@ -158,7 +158,7 @@ def _cast_token(
     BY_COLUMN: tl.constexpr,
 ):
     """A copy as it reads back."""
-    if CAST[0]:
+    if CAST.lossy:
         largest = _largest(x, 2, CAST, SLICES)
         stored = ()
         for s in tl.static_range(SLICES):
