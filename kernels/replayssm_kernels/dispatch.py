@@ -29,7 +29,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
     if wanted == "auto":
         if not (installed and capable):
             return "torch"
-        from .triton_backend.launch import specialisation
+        from .triton_backend.tiles import specialisation
 
         # The widest heads: what runs on these runs on all.
         return "triton" if all(specialisation(scheme, 256, 256) for scheme in schemes) else "torch"
@@ -45,7 +45,7 @@ def choose_backend(wanted: str, device: torch.device, schemes: Sequence[Scheme] 
 
 def check_rows(rows: Sequence[BatchRow], d_v: int, d_k: int) -> None:
     """Raises UsageError naming the first scheme that the Triton kernels cannot run on heads of [d_v, d_k]."""
-    from .triton_backend.launch import specialisation
+    from .triton_backend.tiles import specialisation
 
     for row in rows:
         if specialisation(row.scheme, d_v, d_k) is None:

@@ -59,14 +59,13 @@ def plan_cast(format: Format, d_k: int, stochastic: bool, noise_bits: int = 32) 
     block = 0 if whole_row or format.block is None else format.block
     if block & (block - 1):
         return None
-    minifloat = isinstance(element, Minifloat)
     return Cast(
         lossy=True,
         integer=isinstance(element, Integer),
-        mantissa=element.mantissa if minifloat else 0,
-        min_exponent=element.min_exponent if minifloat else 0,
+        mantissa=element.mantissa if isinstance(element, Minifloat) else 0,
+        min_exponent=element.min_exponent if isinstance(element, Minifloat) else 0,
         max=element.max,
-        max_exponent=element.max_exponent if minifloat else 0,
+        max_exponent=element.max_exponent if isinstance(element, Minifloat) else 0,
         scale={"none": 0, "amax": 1, "e8m0": 2, "nvfp4": 3}[format.scale],
         block=block,
         scale_rule={"floor": 0, "even": 1, "rceil": 2}[format.scale_rule],
@@ -218,13 +217,20 @@ def over_head(largest, CAST: tl.constexpr):
 @triton.constexpr_function
 def has_short_cast(CAST):
     """Whether `ordinary` can hold: for stochastic casts to a minifloat with one scale per row."""
-    return CAST.lossy and CAST.scale == 1 and CAST.block == 0 and CAST.noise_bits > 0 and not CAST.integer and not CAST.per_head
+    return (
+        CAST.lossy
+        and CAST.scale == 1
+        and CAST.block == 0
+        and CAST.noise_bits > 0
+        and not CAST.integer
+        and not CAST.per_head
+    )
 
 
 @triton.constexpr_function
 def _normal_share(CAST):
     """The smallest normal number as a share of the largest, with a margin for the quotient's rounding."""
-    return (1 + 2.0**-20) * 2.0 ** CAST.min_exponent / CAST.max
+    return (1 + 2.0**-20) * 2.0**CAST.min_exponent / CAST.max
 
 
 @triton.jit
@@ -258,7 +264,12 @@ def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
         quotient = tl.clamp(_quotients(x, scale), -CAST.max, CAST.max)
         stored = _float(_add_noise(_bits(quotient), noise, 23 - CAST.mantissa, CAST.noise_bits)) * scale
     elif CAST.scale == NONE:
-        stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST.integer, CAST.mantissa, CAST.min_exponent, CAST.max, CAST.noise_bits), x)
+        stored = _with_sign(
+            _round_magnitudes(
+                tl.abs(x), noise, CAST.integer, CAST.mantissa, CAST.min_exponent, CAST.max, CAST.noise_bits
+            ),
+            x,
+        )
     else:
         stored = _cast_blocks(x, noise, largest, CAST)
     return stored

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 from .plain_kernels import (
+    COLUMNS,
+    FIRST,
+    STOP,
     _banded,
     _cast,
     _dot,
@@ -42,7 +45,8 @@ def delta_prepare_kernel(
     """
     piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
-    first, stop = tl.load(piece_ptr + 6 * piece), tl.load(piece_ptr + 6 * piece + 1)
+    first = tl.load(piece_ptr + COLUMNS * piece + FIRST)
+    stop = tl.load(piece_ptr + COLUMNS * piece + STOP)
     t = tl.arange(0, L)
     live = first + t < stop
     token = (first + t).to(tl.int64)

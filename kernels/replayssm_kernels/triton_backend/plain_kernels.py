@@ -15,6 +15,9 @@ import triton.language as tl
 
 from .cast import cast_slice, largest_of_rows, over_head, slice_noise
 
+# Columns of the table of pieces, one row per `launch.Piece`.
+FIRST, STOP, KIND, POSITION, SLOT, ORIGIN, COLUMNS = (tl.constexpr(i) for i in range(7))
+
 
 @triton.jit
 def _head_part(x):
@@ -54,7 +57,8 @@ def prepare_kernel(
     """Grid (pieces, members, groups). mix `[members, P, H, L (i), L (j)]`, from_start and to_end `[members, P, H, L]`."""
     piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
-    first, stop = tl.load(piece_ptr + 6 * piece), tl.load(piece_ptr + 6 * piece + 1)
+    first = tl.load(piece_ptr + COLUMNS * piece + FIRST)
+    stop = tl.load(piece_ptr + COLUMNS * piece + STOP)
     j, t = tl.arange(0, D_K), tl.arange(0, L)
     live = first + t < stop
     token = (first + t).to(tl.int64)
@@ -230,15 +234,15 @@ def _readout(q, state, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _table(piece_ptr, p, pieces):
     """Row p of the table of pieces, of no tokens past its end."""
-    row = piece_ptr + 6 * p
+    row = piece_ptr + COLUMNS * p
     there = p < pieces
     return (
-        tl.load(row, mask=there, other=0),
-        tl.load(row + 1, mask=there, other=0),
-        tl.load(row + 2, mask=there, other=0),
-        tl.load(row + 3, mask=there, other=0),
-        tl.load(row + 4, mask=there, other=-1),
-        tl.load(row + 5, mask=there, other=0),
+        tl.load(row + FIRST, mask=there, other=0),
+        tl.load(row + STOP, mask=there, other=0),
+        tl.load(row + KIND, mask=there, other=0),
+        tl.load(row + POSITION, mask=there, other=0),
+        tl.load(row + SLOT, mask=there, other=-1),
+        tl.load(row + ORIGIN, mask=there, other=0),
     )
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .cast import cast_slice, has_short_cast, ordinary
-from .plain_kernels import _largest, _noise, _state, _store_state
+from .plain_kernels import POSITION, _largest, _noise, _state, _store_state
 
 
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
@@ -44,7 +44,7 @@ def token_kernel(
     beta_ptr += row * tokens * heads + head
     channels = d_k if CHANNELS else 1
     decay_ptr += (row * tokens * heads + head) * channels
-    first = tl.load(piece_ptr + 3) - padding  # position of the first token's noise
+    first = tl.load(piece_ptr + POSITION) - padding  # position of the first token's noise
     decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
     for p in range(pieces):
         unknown = (0 * pieces + p) >> 30  # zero, but the compiler does not know: see below
