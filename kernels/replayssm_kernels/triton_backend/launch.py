@@ -27,7 +27,7 @@ VARIANTS: set[tuple] = set()  # what was asked of the compiler
 
 
 class Piece(NamedTuple):
-    """A row of the table of pieces, in the order of `plain_kernels.FIRST` to `ORIGIN`. Tokens count from the first record.
+    """A row of the table of pieces, in the order of `state_tiles.FIRST` to `ORIGIN`. Tokens count from the first record.
 
     kind: 0 the window goes on, 1 unrounded fold, 2 rounded fold. position: of the fold. slot: where the fold and its copies
     are kept, -1 for nowhere. origin: 0, a number that the compiler cannot know.

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .cast import cast_slice, has_short_cast, ordinary
-from .plain_kernels import POSITION, _largest, _noise, _state, _store_state
+from .state_tiles import POSITION, cast_noise, largest_magnitudes, state_offsets, store_state
 
 
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
@@ -38,7 +38,7 @@ def token_kernel(
     recurrence = ()
     for s in tl.static_range(SLICES):
         recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN, WHOLE),)
-    at = _state(0, place, heads, head, i, d_v, d_k, N)
+    at = state_offsets(0, place, heads, head, i, d_v, d_k, N)
     v_ptr += row * v_row + head * d_v + i
     o_ptr += (row * tokens * heads + head) * d_v + i
     beta_ptr += row * tokens * heads + head
@@ -53,7 +53,7 @@ def token_kernel(
         noise = ()
         if SHORT:  # drawn here, it fills the time in which q and k arrive
             for s in tl.static_range(SLICES):
-                noise += (_noise(seed, when, key, document, at_row, s, d_k, D_V, N, RECURRENCE_CAST, True),)
+                noise += (cast_noise(seed, when, key, document, at_row, s, d_k, D_V, N, RECURRENCE_CAST, True),)
         gate, strength, u = tl.exp(decay), beta, v.to(tl.float32)
         fold, terms = (), tl.zeros_like(recurrence[0])
         if DELTA:
@@ -103,7 +103,7 @@ def token_kernel(
                 hidden = ()
                 for s in tl.static_range(SLICES):
                     hidden += ((fold[s].to(tl.int32, bitcast=True) ^ unknown).to(tl.float32, bitcast=True),)
-                bits = _largest(hidden, 2, RECURRENCE_CAST, SLICES)
+                bits = largest_magnitudes(hidden, 2, RECURRENCE_CAST, SLICES)
                 recurrence = ()
                 for s in tl.static_range(SLICES):
                     if ordinary(largest, tl.min(tl.abs(hidden[s]), axis=1), RECURRENCE_CAST):
@@ -114,14 +114,14 @@ def token_kernel(
         else:
             recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
         if pieces == p + 1:
-            _store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
+            store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
             if not SHARED:
                 source = recurrence if CHAINED else fold
                 read = _cast_token(source, seed, when, key | 1, document, at_row, d_k, READ_CAST, SLICES, BY_COLUMN)
-                _store_state(read_ptr + at, read, in_v, d_k, N, SLICES)
-    _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
+                store_state(read_ptr + at, read, in_v, d_k, N, SLICES)
+    store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
     if SHARED:
-        _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
+        store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
 
 
 @triton.jit
@@ -159,10 +159,12 @@ def _cast_token(
 ):
     """A copy as it reads back."""
     if CAST.lossy:
-        largest = _largest(x, 2, CAST, SLICES)
+        largest = largest_magnitudes(x, 2, CAST, SLICES)
         stored = ()
         for s in tl.static_range(SLICES):
-            noise = _noise(seed, position, key, document, origin, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN)
+            noise = cast_noise(
+                seed, position, key, document, origin, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN
+            )
             stored += (cast_slice(x[s], noise, largest, False, CAST),)
     else:
         stored = x
