@@ -5,7 +5,9 @@ Kernels are specialised as a real call on such a GPU would specialise them; noth
 python scripts/compile_kernels.py                           # a handful of schemes for Hopper (sm_90)
 python scripts/compile_kernels.py --arch 100 --scheme fp8@1 --head 64x128
 python scripts/compile_kernels.py --scheme fp32@20 --dtype float32 --head 10x12
-python scripts/compile_kernels.py --delta kda --head 128x128          # of the delta rule: v in --dtype, q and k in fp32, as models give them
+python scripts/compile_kernels.py --delta kda --head 128x128
+
+With --delta, v has --dtype; q and k are fp32, as models give them.
 """
 
 import argparse
@@ -46,7 +48,7 @@ class AbsentGpu:
 
 
 def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype, delta: str | None = None) -> list:
-    """The compiled kernels of one scheme: two heads of one group, 8 windows. delta: "gdn" or "kda" for the delta rule."""
+    """The compiled kernels of one scheme: two heads of one group, 8 windows. delta: "gdn" or "kda"."""
     scheme, kernels = parse_scheme(name), []
 
     def collect(kernel, grid, *args, **kwargs):

@@ -3,8 +3,8 @@
 python scripts/sanitize_scans.py                                # once: is every output written?
 python scripts/sanitize_scans.py --tool memcheck --tool initcheck --tool racecheck > log
 
-With --tool the script compiles first and then runs itself under compute-sanitizer (of the CUDA toolkit, on PATH), which prints what
-it finds. Exit code 1 if it finds anything.
+With --tool the script compiles first. Then it runs itself under compute-sanitizer (of the CUDA toolkit, on PATH), which
+prints its findings. Exit code 1 if it finds anything.
 """
 
 import argparse
@@ -66,7 +66,8 @@ def main() -> None:
             sys.exit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
         print(f"$ compute-sanitizer --tool {tool} python scripts/sanitize_scans.py", flush=True)
         once = [sys.executable, __file__, "--device", args.device, "--backend", args.backend]
-        # From torch's own pool, an access past a tensor's end mostly hits another tensor, and memory of the past counts as written.
+        # In torch's own pool, an access past a tensor's end often hits another tensor, and old memory counts as
+        # written.
         alone = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         failed |= (
             subprocess.run([program, "--tool", tool, "--error-exitcode", "1", *once], env=alone, check=False).returncode

@@ -27,11 +27,12 @@ def replay_scan(
     rule: Rule = Rule.PLAIN,
     backend: str = "torch",
 ) -> tuple[Tensor, Carry]:
-    """Outputs of the next T tokens and the carry after them: of the plain recurrence, or of the delta rule.
+    """Outputs of the next T tokens, and the carry after them.
 
     q, k: `[R, T, G, d_k]`, each group shared by H / G heads; v: `[R, T, H, d_v]`; beta: `[R, T, H]` write strength;
-    log_decay: `[R, T, H]` log α, or with delta `[R, T, H, d_k]` for a decay per channel; R = len(rows). carry: None before the first token (zero state). layer: part of the
-    noise key. Inputs of any float dtype are worked on in fp32. Returns o fp32 `[R, T, H, d_v]`.
+    log_decay: `[R, T, H]` log α, or with the delta rule `[R, T, H, d_k]` for a decay per channel; R = len(rows).
+    carry: None before the first token (zero state). layer: part of the noise key. rule: plain recurrence or delta rule.
+    Inputs of any float dtype are computed in fp32. Returns o fp32 `[R, T, H, d_v]`.
     backend: "torch", or "triton" (see `choose_backend`): the same rounding of the same folds.
     Cutting the tokens into other chunks, or the rows into another order, changes no rounding.
     """
@@ -64,7 +65,7 @@ def replay_scan(
 
 
 def _round_records(x: Tensor, rows: Sequence[BatchRow], position: int) -> Tensor:
-    """v or k `[R, T, ...]` with the rows that record in a narrower format rounded to it, from the end of their prompt on."""
+    """v or k `[R, T, ...]`. Rows with narrower records are rounded to their format, from the end of their prompt on."""
     rounded = {i: row for i, row in enumerate(rows) if row.scheme.records in _NARROW}
     if rounded:
         x = x.clone()

@@ -16,8 +16,8 @@ class BatchRow:
 
     padding: tokens before the text that only fill the batch; part of the prompt's length, not of the noise's positions.
     flushes: the schedule as positions; None follows the scheme's window from the end of the prompt.
-    Raises UsageError for positions that are not increasing or lie inside the prompt, for a seed or document that the key of
-    the noise cannot hold, and for padding that is not shorter than the prompt.
+    Raises UsageError for positions that do not increase or lie inside the prompt, for a seed or document that the noise
+    key cannot hold, and for padding that is not shorter than the prompt.
     """
 
     scheme: Scheme
@@ -51,11 +51,12 @@ class BatchRow:
 class Group:
     """Rows that fold at the same positions: their copies `[rows, H, d_v, d_k]` and the records since the last fold.
 
-    records: k, v, beta and log_decay, each `[rows, pending, ...]`. flushes: rounded folds so far. changed `[rows, 2]`: in
-    how many of those looked at (all, or the newest of every chunk) the cast of the recurrence and of the read copy changed
-    anything. zeroed `[rows]`: share of the non-zero elements that the newest read copy holds as zero.
-    lag: int32 `[rows]` on the device, or None for each row's padding: what the Triton scan takes off a position to get the
-    noise's. Launches that are replayed cannot be told a new position, but find another lag there.
+    records: k, v, beta and log_decay, each `[rows, pending, ...]`. flushes: rounded folds so far.
+    changed `[rows, 2]`: number of checked folds whose cast changed the recurrence copy, and the read copy. The torch
+    scan checks every fold, the Triton scan the newest of every chunk.
+    zeroed `[rows]`: share of the non-zero elements that the newest read copy holds as zero.
+    lag: int32 `[rows]` on the device, or None for each row's padding. The Triton scan subtracts it from a position to
+    get the position of the noise. A replayed launch cannot get a new position, but it reads a new lag.
     """
 
     rows: list[int]

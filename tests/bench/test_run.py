@@ -46,7 +46,7 @@ def test_work_is_counted_as_by_hand() -> None:
         0,
         tokens * state * (4 + 8 + 14),
     )
-    # The delta rule predicts values from every copy, and compares keys with keys too: of every head, where each has decays.
+    # The delta rule predicts values from every copy, and compares keys with keys too. KDA compares those of every head.
     more, each = _scan_work(layer, [parse_scheme("nvfp4/fp16@16")], tokens, inputs, "gdn"), 2 * 16 * (1 * 32 + 2 * 16)
     assert more == (read_and_written, tokens * (4 * 2 * state + 2 * each), operations)
     assert _scan_work(layer, [parse_scheme("fp32@16")], tokens, inputs, "kda")[1] == tokens * (

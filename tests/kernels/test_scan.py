@@ -10,7 +10,8 @@ from replayssm_kernels.torch_backend import casts, groups
 
 SCHEMES = [
     "fp32", "fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "nvfp4-rn@16", "nvfp4/fp32@7+flush-reads=read",
-    "fp8@16+records=bf16+handover=off", "nvfp4/int8@16+cast=chained", "fp32/mxfp4-rn@4+cast=chained", "mxfp4-sr/fp16@5", "int4-rn@16",
+    "fp8@16+records=bf16+handover=off", "nvfp4/int8@16+cast=chained", "fp32/mxfp4-rn@4+cast=chained",
+    "mxfp4-sr/fp16@5", "int4-rn@16",
 ]  # fmt: skip
 TOKENS, GROUPS, HEADS, D_K, D_V = 83, 2, 6, 20, 10
 

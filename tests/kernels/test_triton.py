@@ -10,11 +10,11 @@ import triton.language as tl
 from replayssm_emulation import FORMATS, UsageError, get_format, parse_scheme, quantize
 from replayssm_kernels import BatchRow, choose_backend, replay_scan
 from replayssm_kernels.triton_backend.cast import (
-    plan_cast,
     cast_slice,
     largest_of_rows,
     ordinary,
     over_head,
+    plan_cast,
     slice_noise,
 )
 
@@ -99,7 +99,7 @@ def test_casts_are_bit_identical(name, rounding, noise_bits, shape) -> None:
 @pytest.mark.parametrize("noise_bits", [32, 13])
 @pytest.mark.parametrize("name", ["fp8", "fp8-e5m2"])
 def test_the_short_cast_is_bit_identical(name, noise_bits) -> None:
-    """Rows of any size whose elements all lie in the format's normal range; a row that does not keeps the short way shut."""
+    """Rows of any size with all elements in the format's normal range. Any other row keeps the short way shut."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=g).sign() * torch.rand(64, 128, generator=g).clamp(min=1e-4)
     x *= torch.logspace(-5, 35, 64).unsqueeze(1)
@@ -163,7 +163,7 @@ def run(x, rows, backend, pieces=(TOKENS,)):
 
 
 def assert_same_run(x, rows, pieces=(TOKENS,)) -> None:
-    """Same rounding noise: outputs and copies agree up to fp32 roundoff, but for elements that it tips over a boundary."""
+    """Same rounding noise: outputs and copies agree up to roundoff, except where it tips an element over a boundary."""
     expected, carry = run(x, rows, "torch", pieces)
     got, triton_carry = run(x, rows, "triton", pieces)
     bound = 64 * 2**-24
@@ -207,7 +207,7 @@ def test_single_tokens_and_groups() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_padded_row_is_the_row_alone(backend) -> None:
-    """Whole windows of left padding, which an attention mask makes zeros: the same copies, bit for bit, beside other rows."""
+    """Whole windows of left padding, zeros by the attention mask: the same copies, bit for bit, beside other rows."""
     x = inputs(1)
     rows = [BatchRow(parse_scheme("nvfp4/fp16@16"), seed=4, document=7, prompt=5)]
     _, alone = run(x, rows, backend)

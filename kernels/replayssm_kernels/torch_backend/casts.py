@@ -16,9 +16,10 @@ _NOISE_ELEMENTS = 1 << 22  # drawn at once: bounds memory, changes no result
 
 @dataclass(frozen=True)
 class RowCast:
-    """Consecutive rows of a group that are cast alike. seed: of their noise, None for nearest; which: RECURRENCE or READ.
+    """Consecutive rows of a group that are cast alike.
 
-    sources: (document, padding) of every row, or of all where they agree: those share their noise.
+    seed: of their noise, None for nearest. which: RECURRENCE or READ.
+    sources: (document, padding) of every row, or one pair if all rows agree: those share their noise.
     """
 
     where: slice
@@ -75,5 +76,12 @@ class FoldNoise:
         assert cast.seed is not None
         heads, d_v, d_k = self.shape
         return state_noise(
-            cast.seed, document=documents, layer=self.layer, heads=heads, copy=cast.which, positions=positions, d_v=d_v, d_k=d_k
-        )  # fmt: skip
+            cast.seed,
+            document=documents,
+            layer=self.layer,
+            heads=heads,
+            copy=cast.which,
+            positions=positions,
+            d_v=d_v,
+            d_k=d_k,
+        )

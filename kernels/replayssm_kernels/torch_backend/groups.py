@@ -1,4 +1,4 @@
-"""One group of rows in plain torch: cut its tokens into windows, scan them block by block, cast the copies after every fold."""
+"""One group of rows in torch: cut the tokens into windows, scan them in blocks, cast the copies after every fold."""
 
 from collections.abc import Callable, Sequence
 

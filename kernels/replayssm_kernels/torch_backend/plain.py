@@ -17,12 +17,13 @@ from ..state import BatchRow, Group
 
 
 def plain_block(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: Group, rows: Sequence[BatchRow], folds: int,
-    length: Tensor, write: Callable[[int, Tensor], None],
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: Group, rows: Sequence[BatchRow],
+    folds: int, length: Tensor, write: Callable[[int, Tensor], None],
 ) -> Tensor:  # fmt: skip
     """Outputs `[rows, W, L, H, d_v]` of windows `[rows, W, L, ...]` in order. The first `folds` windows end in a fold.
 
-    length: real tokens of every window; the rest is empty (β = 0, log α = 0). write(w, fold) casts the copies of the group.
+    length: real tokens of every window; the rest is empty (β = 0, log α = 0).
+    write(w, fold) casts the copies of the group.
     """
     count, windows, longest, heads, d_v = v.shape
     groups, d_k = k.shape[3:]
@@ -70,7 +71,7 @@ def plain_block(
 
 
 def plain_read_only(q: Tensor, group: Group) -> Tensor:
-    """`scan_group` for the group's newest records, before the next fold, as in decoding: only their own outputs are computed."""
+    """o `[rows, T, H, d_v]` of the T newest records, with queries q `[rows, T, G, d_k]`: decoding between folds."""
     k, v, beta, log_decay = group.records
     count, tokens, groups, d_k = q.shape
     seen, heads, d_v = v.shape[1:]

@@ -2,8 +2,8 @@
 
 The reference works on integers. Here the same results come from fp32 operations that are exact, or round once, where it
 matters: adding 2**(23 + q) rounds to a multiple of 2**q to nearest even, and multiplying by a power of two is exact.
-Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the reference rounds twice. No value is cast to
-fp8 or bf16, whose casts the interpreter gets wrong; divisions are IEEE, since `/` is approximate on some GPUs.
+Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the reference rounds twice. No value is cast
+to fp8 or bf16, whose casts the interpreter gets wrong. Divisions are IEEE, since `/` is approximate on some GPUs.
 """
 
 from typing import NamedTuple
@@ -24,12 +24,13 @@ _HAS_FMA = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 class Cast(NamedTuple):
-    """Compile-time description of a cast. Kernels take it as one `tl.constexpr`. The defaults describe fp32: no rounding.
+    """Compile-time description of a cast. Kernels take it as one `tl.constexpr`. The defaults describe fp32, unrounded.
 
-    element: integer, or a minifloat of `mantissa` bits with exponents from min_exponent to max_exponent; max: its largest
-    value. scale: NONE, AMAX, E8M0 or NVFP4. block: elements that share a scale, 0 for the whole row. scale_rule: FLOOR, EVEN
-    or RCEIL, for E8M0. error_power: 1 or 2 where an NVFP4 block may map its largest element to 4, else 0. scale_max: the
-    largest NVFP4 block scale. per_head: one scale for a whole head. noise_bits: 0 rounds to nearest.
+    lossy: False stores fp32. integer: otherwise a minifloat of `mantissa` bits and exponents min_exponent to
+    max_exponent. max: the largest element. scale: NONE, AMAX, E8M0 or NVFP4. block: elements that share a scale, 0 for
+    the whole row. scale_rule: FLOOR, EVEN or RCEIL, for E8M0. error_power: 1 or 2 if an NVFP4 block may map its largest
+    element to 4, else 0. scale_max: the largest NVFP4 block scale. per_head: one scale for a whole head. noise_bits: 0
+    rounds to nearest.
     """
 
     lossy: bool = False
@@ -95,9 +96,9 @@ def _power_of_two(exponent):
 def _quotients(a, b):
     """IEEE a / b for a `[.., n]` and b `[.., 1]`, |a| and b >= 2**-103 or a 0, the quotient far from fp32's ends.
 
-    One correction of a·RN(1/b) rounds correctly where the remainder is exact (after Markstein, 1990). The corrected quotient is
-    off by at most 2.5·2**-24 of an ulp before it is rounded; quotients that lie nearer than that to the middle between two
-    floats have remainders of at most 5 units, and all of those were tried (52 million).
+    One correction of a·RN(1/b) rounds correctly where the remainder is exact (after Markstein, 1990). Before rounding,
+    the corrected quotient is off by at most 2.5·2**-24 of an ulp. A quotient that lies nearer than that to the middle
+    between two floats has a remainder of at most 5 units. All of those were tried (52 million).
     """
     if _HAS_FMA:
         inverse = tl.broadcast_to(tl.div_rn(tl.zeros_like(b) + 1.0, b), a.shape)
@@ -251,8 +252,8 @@ def ordinary(largest, smallest, CAST: tl.constexpr):
 def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
     """Part `[D_V, n]` of a head's state as it reads back, n a multiple of the format's block.
 
-    noise: uint32 words like x. largest: of all parts by `largest_of_rows` and `over_head`, int32 `[D_V]`. Elements outside
-    the head must be zero. SHORT: the caller saw that the rows are `ordinary`.
+    noise: uint32 words like x. largest: of all parts by `largest_of_rows` and `over_head`, int32 `[D_V]`.
+    Elements outside the head must be zero. SHORT: the caller saw that the rows are `ordinary`.
     """
     LOSSY: tl.constexpr = CAST.lossy
     if not LOSSY:
@@ -322,8 +323,8 @@ def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
         if SCALE == AMAX:
             scale = tl.div_rn(amax, tl.zeros_like(amax) + MAX)
             scale = tl.where(scale == 0.0, 1.0, scale)
-            # `_quotients` wants nothing tiny: 2**100 leaves the quotient as it is. Elements that are tiny beside a larger
-            # scale are far below every format's grid.
+            # `_quotients` wants nothing tiny: 2**100 leaves the quotient as it is. An element that is tiny beside a
+            # larger scale lies far below every format's grid.
             up = tl.where(amax < 9.5367431640625e-07, 1.2676506002282294e30, 1.0)
             quotient = _quotients(a * up, tl.where(amax == 0.0, 1.0, scale * up))
             stored = _round_magnitudes(quotient, words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS) * scale
@@ -380,14 +381,15 @@ def slice_noise(
     N: tl.constexpr,
     BY_COLUMN: tl.constexpr,
 ):
-    """uint32 words `[D_V, N]` of the part of a head's state at (row, column), column a multiple of 4; quads = ceil(d_k / 4).
+    """uint32 words `[D_V, N]` of the part of a head's state at (row, column). column: a multiple of 4.
 
+    quads = ceil(d_k / 4).
     BY_COLUMN: threads lie along d_v first. Every word of a Philox block is used. See `replayssm_emulation.state_noise`.
     """
     i, quad = tl.arange(0, D_V), tl.arange(0, N // 4) + column // 4
     BANDS: tl.constexpr = 1 if BY_COLUMN else D_V // 16
-    # The compiler deals rows out to warps in turn, RUN at a time, but the state in bands of 16. Computed in that order, each
-    # warp's noise is its own band's.
+    # The compiler deals rows out to warps in turn, RUN at a time, but the state in bands of 16. In this order each warp
+    # draws the noise of its own band.
     RUN: tl.constexpr = max(1, min(16, 128 // N))
     if BANDS > 1:
         i = (i // RUN) % BANDS * 16 + i // (RUN * BANDS) * RUN + i % RUN

@@ -1,13 +1,13 @@
-"""Device code of the delta rule (GDN: one decay a head; KDA: one a channel of d_k), beside the plain scan of `scan_kernels`.
+"""Device code of the delta rule (GDN: one decay a head; KDA: one a channel of d_k).
 
-A window is read in pieces of up to 16 tokens, as there, and solved as in `delta`:
+A window is read in pieces of up to 16 tokens, as in `plain_kernels`, and solved as in `torch_backend.delta`:
 
-    prepare   what does not depend on the state, all pieces at once: T = (1 + β M)⁻¹ β and A T, where M_ij and A_ij are the keys
-              and queries of token i against the decayed keys of tokens j < i and j <= i
+    prepare   all pieces at once, without the state: T = (1 + β M)⁻¹ β and A T, where M_ij and A_ij are the keys and
+              queries of token i against the decayed keys of tokens j < i and j <= i
     window    e = v - S k̃;   o_i = S_read q̃_i + Σ_j (A T)_ij e_j;   u = T e;   fold = exp(G_L) S + Σ_j u_j k̂_jᵀ
 
-k̃ and q̃ are decayed from the start of the piece, k̂ to its end. GDN applies these decays as numbers per token, KDA reads the
-decayed keys and queries from `prepare`. Answers take e from the read copy, the fold from the recurrence copy.
+k̃ and q̃ are decayed from the start of the piece, k̂ to its end. GDN applies these decays as numbers per token. KDA
+reads the decayed keys and queries from `prepare`. Answers take e from the read copy, the fold from the recurrence copy.
 """
 
 import triton
@@ -35,7 +35,8 @@ from .state_tiles import (
 
 @triton.jit(do_not_specialize=["tokens"])
 def delta_prepare_kernel(
-    q_ptr, k_ptr, beta_ptr, decay_ptr, solve_ptr, mix_ptr, from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
+    q_ptr, k_ptr, beta_ptr, decay_ptr, solve_ptr, mix_ptr,
+    from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
     row_ptr, piece_ptr, q_row, q_token, k_row, k_token, tokens, heads, groups,
     d_k: tl.constexpr, D_K: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -43,8 +44,9 @@ def delta_prepare_kernel(
     """Grid (pieces, members, groups). solve = T and mix = A T `[members, P, H, L (i), L (j)]`.
 
     Per head: decay is log α `[R, T, H]`; from_start and to_end `[members, P, H, L]` are the decays of k̃ and k̂.
-    CHANNELS: decay is α `[R, T, H, d_k]`; start_q, start_k and end_k `[members, H, P, L, d_k]` are q̃, k̃ and k̂, of which rows
-    past a piece's end are not written; gate `[members, H, P, 2, d_k]`, of which the first row counts. One warp: all exchanges are within it.
+    CHANNELS: decay is α `[R, T, H, d_k]`; start_q, start_k and end_k `[members, H, P, L, d_k]` are q̃, k̃ and k̂. Rows
+    past a piece's end are not written. In gate `[members, H, P, 2, d_k]` the first row counts.
+    One warp: all exchanges are within it.
     """
     piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -71,8 +73,10 @@ def delta_prepare_kernel(
         if CHANNELS:
             of_head = ((member * heads + head).to(tl.int64) * tl.num_programs(0) + piece) * d_k
             overlap, attention = _decay_channels(
-                q_ptr, q_token, k_ptr, k_token, decay_ptr + (row * tokens * heads + head) * d_k, heads * d_k, first, stop,
-                solve_ptr + at * L, mix_ptr + at * L, start_q_ptr + of_head * L, start_k_ptr + of_head * L, end_k_ptr + of_head * L,
+                q_ptr, q_token, k_ptr, k_token,
+                decay_ptr + (row * tokens * heads + head) * d_k, heads * d_k, first, stop,
+                solve_ptr + at * L, mix_ptr + at * L,
+                start_q_ptr + of_head * L, start_k_ptr + of_head * L, end_k_ptr + of_head * L,
                 gate_ptr + 2 * of_head, d_k, D_K, N, L, PRECISION,
             )  # fmt: skip
         else:
@@ -95,8 +99,8 @@ def _decay_channels(
 ):  # fmt: skip
     """(overlap, attention) `[L (i), L (j)]`. Products of decays, not quotients, which could overflow.
 
-    In both halves of the piece, token after token: every key decays on, and meets the token's key and query. Then the second
-    half's keys and queries, decayed from its start, meet the first half's keys, decayed to its end.
+    In both halves of the piece, token after token: every key decays on, and meets the token's key and query. Then the
+    second half's keys and queries, decayed from its start, meet the first half's keys, decayed to its end.
     """
     HALF: tl.constexpr = L // 2
     j, half, h = tl.arange(0, D_K), tl.arange(0, 2)[:, None], tl.arange(0, HALF)
@@ -153,7 +157,7 @@ def _decay_channels(
 def _inverse(n, L: tl.constexpr):
     """(1 + n)⁻¹ of a strictly lower triangular n `[L, L]` by substitution.
 
-    Not by powers of n, (1 - n)(1 + n²)(1 + n⁴)(1 + n⁸): where keys repeat, those grow into the thousands before they cancel.
+    Powers of n, (1 - n)(1 + n²)(1 + n⁴)(1 + n⁸), grow into the thousands where keys repeat, before they cancel.
     """
     t = tl.arange(0, L)
     x = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
@@ -166,20 +170,22 @@ def _inverse(n, L: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
 def delta_window_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, solve_ptr, mix_ptr, from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, solve_ptr, mix_ptr,
+    from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
     recurrence_ptr, read_ptr, fold_ptr, row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr,
-    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, READS_FOLD: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr,
+    READS_FOLD: tl.constexpr,
     STORED: tl.constexpr, CHANNELS: tl.constexpr, LONG: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, members, parts of d_v); tables, tiles and bands as in `scan_kernels.window_kernel`.
+    """Grid (heads, members, parts of d_v); tables, tiles and bands as in `plain_kernels.window_kernel`.
 
     STORED: the fold takes the u that the answers were made with, but for the window's last token. Since T is lower
     triangular, that is T times errors of the read copy, of which the last is the recurrence copy's.
 
-    What a piece needs of a copy are its products with the piece's keys and queries. They are formed as soon as the copy is,
-    so that (but in LONG windows of separate copies) one state and not two is alive from one piece to the next.
+    A piece needs only the products of a copy with its keys and queries. They are formed as soon as the copy is. So one
+    state, not two, is alive from one piece to the next, except in LONG windows of separate copies.
     """
     head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -327,7 +333,7 @@ def _decayed_slice(
     L: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Slice s `[L, N]` of the keys or queries of piece p, tokens [first, stop): decayed ones with CHANNELS, else as they are."""
+    """Slice s `[L, N]` of the keys or queries of piece p, tokens [first, stop). With CHANNELS the decayed ones."""
     if CHANNELS:
         x = piece_slice(decayed_ptr + p * L * d_k, d_k, first - first, stop - first, s, d_k, N, L)
     else:

@@ -27,10 +27,11 @@ VARIANTS: set[tuple] = set()  # what was asked of the compiler
 
 
 class Piece(NamedTuple):
-    """A row of the table of pieces, in the order of `state_tiles.FIRST` to `ORIGIN`. Tokens count from the first record.
+    """A row of the table of pieces, in the order of `state_tiles.FIRST` to `ORIGIN`.
 
-    kind: 0 the window goes on, 1 unrounded fold, 2 rounded fold. position: of the fold. slot: where the fold and its copies
-    are kept, -1 for nowhere. origin: 0, a number that the compiler cannot know.
+    first, stop: tokens, counted from the first record. kind: 0 the window goes on, 1 unrounded fold, 2 rounded fold.
+    position: of the fold. slot: place of the fold and its copies, -1 if they are not kept. origin: 0, unknown to the
+    compiler.
     """
 
     first: int
@@ -95,8 +96,8 @@ class GroupScan:
 
     q, k `[R, T, G, d_k]`, v `[R, T, H, d_v]` of any float dtype; beta fp32 `[R, T, H]`; decay like beta (log α), or α
     `[R, T, H, d_k]` with channels; o fp32 `[R, T, H, d_v]`. Row index[n] of these tensors belongs to rows[n] and to the
-    n-th copies of the group. fold: `[rows, H, d_v, d_k]`, written. pieces: table of `_pieces`. single: every token folds.
-    exact: 16-bit inputs, which fit one TF32 operand.
+    n-th copies of the group. fold: `[rows, H, d_v, d_k]`, written. pieces: table of `_pieces`. single: every token
+    folds. exact: 16-bit inputs, which fit one TF32 operand.
     """
 
     shape: Shape

@@ -1,13 +1,10 @@
-"""Device code of the replay scan: a program per row, head and part of d_v walks the windows with the copies in registers.
+"""Device code of the plain scan. A program per row, head and part of d_v walks the windows, copies in registers.
 
-A window is read in pieces of up to 16 tokens; both copies run on unrounded between the pieces of a longer window and in an
-unfinished one.
+A window is read in pieces of up to 16 tokens. Both copies run on unrounded between the pieces of a longer window, and
+in an unfinished one.
 
-    prepare   what does not depend on the state, all pieces at once: M_ij = q_i·k_j β_j exp(G_i - G_j) for j <= i
+    prepare   all pieces at once, without the state: M_ij = q_i·k_j β_j exp(G_i - G_j) for j <= i
     window    o_i = Σ_j M_ij v_j + exp(G_i) S_read q_i;   fold = exp(G_L) S + Σ_j v_j (β_j exp(G_L - G_j) k_j)ᵀ
-
-Products run on tensor cores in TF32, each fp32 operand split into two parts of 11 bits (after Ootomo and Yokota, 2022).
-Inputs of 16 bits fit one part, so two products replace three.
 """
 
 import triton
@@ -39,7 +36,7 @@ def prepare_kernel(
     q_row, q_token, k_row, k_token, tokens, heads, groups,
     d_k: tl.constexpr, D_K: tl.constexpr, L: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces, members, groups). mix `[members, P, H, L (i), L (j)]`, from_start and to_end `[members, P, H, L]`."""
+    """Grid (pieces, members, groups). mix `[members, P, H, L (i), L (j)]`; from_start, to_end `[members, P, H, L]`."""
     piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
     first = tl.load(piece_ptr + COLUMNS * piece + FIRST)
@@ -74,22 +71,19 @@ def window_kernel(
     row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr,
-    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, READS_FOLD: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr,
+    READS_FOLD: tl.constexpr,
     LONG: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, members, parts of d_v).
+    """Grid (heads, members, parts of d_v). piece `[P, 6]`: see `launch.Piece`. LONG: some window has several pieces.
 
-    piece `[P, 6]`: first token, end, kind (0 the window goes on, 1 unrounded fold, 2 rounded fold), position of the fold,
-    slot: where the fold and the copies made from it are kept, -1 for nowhere, origin: 0. LONG: some window has several
-    pieces. The rest as in `scan_triton._launches`.
+    The compiler cannot know slot and origin. Otherwise it computes the addresses of the copies, and the first rounds of
+    Philox, once for all pieces, and holds them in registers, which are too few. No read depends on a branch: the
+    compiler may then fetch a piece ahead. A last, unfinished window is folded like the others, and not kept.
 
-    Slot and origin are numbers that the compiler cannot know: otherwise it computes the addresses of the copies, and the
-    first rounds of Philox, once for all pieces and holds them in registers, of which there are too few. No read depends on a
-    branch: the compiler may then fetch a piece ahead. A last, unfinished window is folded like the others, and not kept.
-
-    A state is a tuple of SLICES tiles `[D_V, N]` along d_k: what one cast needs is then alive for one slice at a time. The
-    read copy is needed once, by the product with the next piece's q: that is formed as soon as the copy is, so that (but in
-    LONG windows) one state and not two is alive from one piece to the next.
+    A state is a tuple of SLICES tiles `[D_V, N]` along d_k: the operands of a cast are then alive for one slice at a
+    time. The read copy is needed once, by the product with the next piece's q. That product is formed as soon as the
+    copy is. So one state, not two, is alive from one piece to the next, except in LONG windows.
     """
     head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)

@@ -1,8 +1,8 @@
 """Device functions that the kernels share: the table of pieces, products, tiles of a state, and casts of the copies.
 
-A copy of a state is a tuple of SLICES tiles `[D_V, N]` along d_k. Products run on tensor cores in TF32. Each fp32 operand
-is split into two parts of 11 bits (after Ootomo and Yokota, 2022). Inputs of 16 bits fit one part: two products then
-replace three.
+A copy of a state is a tuple of SLICES tiles `[D_V, N]` along d_k. Products run on tensor cores in TF32. Each fp32
+operand is split into two parts of 11 bits (after Ootomo and Yokota, 2022). Inputs of 16 bits fit one part: two products
+then replace three.
 """
 
 import triton

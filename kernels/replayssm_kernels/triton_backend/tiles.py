@@ -1,4 +1,7 @@
-"""How a launch cuts a head's state into tiles: how many programs of how many warps. Measured: reports/performance/notes.md."""
+"""How a launch cuts a head's state into tiles: how many programs of how many warps.
+
+Measured: reports/performance/notes.md.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,8 +30,8 @@ class Specialisation(NamedTuple):
 
     @property
     def per_head(self) -> bool:
-        """Whether a scale spans the whole head."""
-        return any(spans_head(cast) for cast in self.casts)
+        """Whether a scale spans the whole head. `.fn`: called on the host, Triton 3.6 would pass a bare tuple."""
+        return any(spans_head.fn(cast) for cast in self.casts)
 
     @property
     def noisy(self) -> bool:
@@ -72,7 +75,7 @@ def _cut(height: int, width: int, d_v: int, d_k: int, warps: int, **options: Any
 
 
 def token_tiles(wanted: Specialisation, d_v: int, d_k: int) -> Tiles:
-    """Tiles for single tokens. Noise bounds their speed: in small programs Philox keeps its first rounds in registers."""
+    """Tiles for single tokens. Noise bounds their speed; small programs keep Philox's first rounds in registers."""
     whole = max(wanted.block, triton.next_power_of_2(d_k))
     if not wanted.per_head:
         width = max(wanted.block, min(whole, 32))

@@ -1,4 +1,4 @@
-"""Device code of the replay scan where every window is one token: no matrix products, and rounding is nearly all of the work."""
+"""Device code of the scan where every window is one token: no matrix products; rounding is nearly all of the work."""
 
 import triton
 import triton.language as tl
@@ -13,13 +13,14 @@ def token_kernel(
     row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr,
-    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, BY_COLUMN: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     DELTA: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """`window_kernel` where every piece is one token that reads its rounded fold, so that the read copy is never read.
 
-    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads. DELTA: the delta rule;
-    CHANNELS: with α `[R, T, H, d_k]` for decay instead of log α `[R, T, H]`.
+    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads. DELTA: the delta
+    rule. CHANNELS: with α `[R, T, H, d_k]` for decay instead of log α `[R, T, H]`.
     """
     head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -98,8 +99,8 @@ def token_kernel(
                 for s in tl.static_range(SLICES):
                     recurrence += (cast_slice(fold[s], noise[s], bits, True, RECURRENCE_CAST),)
             else:
-                # Rare: one element decides, and the other slices still go the short way. Made of the unknown zero, so that
-                # the compiler computes nothing of it ahead of the branch, for both ways.
+                # Rare: one element decides, and the other slices still go the short way. The unknown zero keeps the
+                # compiler from computing any of it ahead of the branch, for both ways.
                 hidden = ()
                 for s in tl.static_range(SLICES):
                     hidden += ((fold[s].to(tl.int32, bitcast=True) ^ unknown).to(tl.float32, bitcast=True),)
@@ -128,7 +129,7 @@ def token_kernel(
 def _load_rows(
     base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all of them. WHOLE: nothing lies outside."""
+    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all. WHOLE: nothing lies outside."""
     if BY_COLUMN:
         # With the vectors of 4 on an axis of their own, threads are laid along d_v before d_k.
         j = 0 * i[:, None, None] + 4 * tl.arange(0, N // 4)[None, :, None] + tl.arange(0, 4)[None, None, :] + s * N
