@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from replayssm_eval import attach
 from tests.helpers.models import delta_inputs, token_ids
-from tests.kernels.test_scan import copies
+from tests.helpers.tensors import copies
 from tests.models.test_families import COMMON, CONFIGS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,6 +8,8 @@ from replayssm_emulation import NoiseKey, UsageError, fixed_window, parse_scheme
 from replayssm_kernels import BatchRow, replay_scan
 from replayssm_kernels.torch_backend import casts, groups
 
+from tests.helpers.tensors import copies
+
 SCHEMES = [
     "fp32", "fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "nvfp4-rn@16", "nvfp4/fp32@7+flush-reads=read",
     "fp8@16+records=bf16+handover=off", "nvfp4/int8@16+cast=chained", "fp32/mxfp4-rn@4+cast=chained",
@@ -36,11 +38,6 @@ def run(x, rows, pieces=(TOKENS,), layer=3):
         outputs.append(o)
         position += length
     return torch.cat(outputs, dim=1), carry
-
-
-def copies(carry) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Row -> (recurrence copy, read copy)."""
-    return {row: (g.recurrence[i], g.read[i]) for g in carry.groups for i, row in enumerate(g.rows)}
 
 
 @pytest.mark.parametrize("prompt", [0, 5, 37])

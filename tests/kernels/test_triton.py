@@ -18,9 +18,7 @@ from replayssm_kernels.triton_backend.cast import (
     slice_noise,
 )
 
-from tests.emulation.test_rounding import every_16_bit_value, random_32_bit_values
-from tests.emulation.test_vectors import same_bits
-from tests.kernels.test_scan import copies
+from tests.helpers.tensors import copies, every_16_bit_value, random_32_bit_values, same_bits
 
 VARIANTS = ["fp8-head", "fp8-unscaled", "int4-b32", "mxfp4-even", "mxfp8-rceil", "mxfp6-e3m2-rceil"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
