@@ -5,7 +5,9 @@ Kernels are specialised as a real call on such a GPU would specialise them; noth
 python scripts/compile_kernels.py                           # a handful of schemes for Hopper (sm_90)
 python scripts/compile_kernels.py --arch 100 --scheme fp8@1 --head 64x128
 python scripts/compile_kernels.py --scheme fp32@20 --dtype float32 --head 10x12
-python scripts/compile_kernels.py --delta kda --head 128x128          # of the delta rule: v in --dtype, q and k in fp32, as models give them
+python scripts/compile_kernels.py --delta kda --head 128x128
+
+With --delta, v has --dtype; q and k are fp32, as models give them.
 """
 
 import argparse
@@ -20,9 +22,9 @@ os.environ.pop("TRITON_INTERPRET", None)  # decides at import whether kernels ar
 
 import torch
 import triton
-from replayssm_emulation import parse_scheme
+from replayssm_emulation import Rule, parse_scheme
 from replayssm_kernels import BatchRow
-from replayssm_kernels.torch_backend import plain as scan
+from replayssm_kernels.state import zero_carry
 from replayssm_kernels.triton_backend import launch as scan_triton
 from triton.backends.compiler import GPUTarget
 
@@ -46,7 +48,7 @@ class AbsentGpu:
 
 
 def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype, delta: str | None = None) -> list:
-    """The compiled kernels of one scheme: two heads of one group, 8 windows. delta: "gdn" or "kda" for the delta rule."""
+    """The compiled kernels of one scheme: two heads of one group, 8 windows. delta: "gdn" or "kda"."""
     scheme, kernels = parse_scheme(name), []
 
     def collect(kernel, grid, *args, **kwargs):
@@ -59,9 +61,9 @@ def compile_scan(name: str, d_v: int, d_k: int, dtype: torch.dtype, delta: str |
     beta = torch.zeros(1, tokens, 2)
     log_decay = torch.zeros(1, tokens, 2, *([d_k] if delta == "kda" else []))
     rows, o = [BatchRow(scheme)], torch.zeros(1, tokens, 2, d_v)
-    groups = scan._first_carry(rows, k, v, beta, log_decay).groups
+    groups = zero_carry(rows, k, v, beta, log_decay).groups
     # Not through `replay_scan`, which converts what lies on a CPU.
-    scan_triton.scan_groups(q, k, v, beta, log_decay, o, groups, rows, 0, 0, delta is not None)
+    scan_triton.scan_groups(q, k, v, beta, log_decay, o, groups, rows, 0, 0, Rule(delta or "plain"))
     return kernels
 
 

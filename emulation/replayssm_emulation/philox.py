@@ -53,8 +53,8 @@ def state_noise(
 
     and depends on nothing else: not on the batch row, chunk, engine or device.
 
-    positions: int64 `[P]`, token positions at which the copy is rounded. copy: RECURRENCE or READ. document: a number, or
-    int64 `[P]` for positions in several documents.
+    positions: int64 `[P]`, token positions at which the copy is rounded. copy: RECURRENCE or READ.
+    document: a number, or int64 `[P]` for positions in several documents.
     Returns int64 `[P, heads, d_v, d_k]` on the device of `positions`, values in [0, 2³²).
     Raises UsageError when a coordinate does not fit its field.
     """

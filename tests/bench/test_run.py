@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from replayssm_emulation import UsageError, parse_scheme
+from replayssm_emulation import Rule, UsageError, parse_scheme
 
-from replayssm_eval.bench.run import Shape, _scan_work, run_bench
+from replayssm_eval.bench.measure import Shape, Work, scan_work
+from replayssm_eval.bench.run import run_bench
 
 
 def test_it_times_kernels_and_peers() -> None:
@@ -36,20 +37,23 @@ def test_work_is_counted_as_by_hand() -> None:
     inputs = tuple(torch.zeros(1, tokens, *shape) for shape in ((1, 32), (1, 32), (2, 16), (2,), (2,)))
     state = 2 * 16 * 32
     read_and_written = 4 * tokens * (32 + 32 + 32 + 2 + 2) + 4 * tokens * 32 + 4 * 4 * state
-    traffic, flops, operations = _scan_work(layer, [parse_scheme("nvfp4/fp16@16")], tokens, inputs)
-    assert traffic == read_and_written
+    work = scan_work(layer, [parse_scheme("nvfp4/fp16@16")], tokens, inputs)
+    assert work.bytes == read_and_written
     # per token: the state is read and written by a product each; 16 keys are compared, 16 values are added
-    assert flops == tokens * (2 * state + 2 * state + 2 * 16 * 32 + 2 * 16 * 2 * 16)
-    assert operations == tokens / 16 * state * (8 + 8 + 14)  # nearest read copy, stochastic recurrence copy
-    assert _scan_work(layer, [parse_scheme("fp8@1")], tokens, inputs) == (
+    assert work.flops == tokens * (2 * state + 2 * state + 2 * 16 * 32 + 2 * 16 * 2 * 16)
+    assert work.operations == tokens / 16 * state * (8 + 8 + 14)  # nearest read copy, stochastic recurrence copy
+    assert scan_work(layer, [parse_scheme("fp8@1")], tokens, inputs) == Work(
         read_and_written,
         0,
         tokens * state * (4 + 8 + 14),
     )
-    # The delta rule predicts values from every copy, and compares keys with keys too: of every head, where each has decays.
-    more, each = _scan_work(layer, [parse_scheme("nvfp4/fp16@16")], tokens, inputs, "gdn"), 2 * 16 * (1 * 32 + 2 * 16)
-    assert more == (read_and_written, tokens * (4 * 2 * state + 2 * each), operations)
-    assert _scan_work(layer, [parse_scheme("fp32@16")], tokens, inputs, "kda")[1] == tokens * (
+    # The delta rule predicts values from every copy, and compares keys with keys too. KDA compares those of every head.
+    more, each = (
+        scan_work(layer, [parse_scheme("nvfp4/fp16@16")], tokens, inputs, Rule.DELTA),
+        2 * 16 * (1 * 32 + 2 * 16),
+    )
+    assert more == Work(read_and_written, tokens * (4 * 2 * state + 2 * each), work.operations)
+    assert scan_work(layer, [parse_scheme("fp32@16")], tokens, inputs, Rule.DELTA_PER_CHANNEL).flops == tokens * (
         3 * 2 * state + 2 * (each + 2 * 16 * 32)
     )
 

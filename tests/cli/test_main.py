@@ -195,7 +195,7 @@ def test_incomplete_weights_are_refused(main, tmp_path) -> None:
 
 
 def test_a_failed_run_is_exit_1(main, tmp_path, monkeypatch) -> None:
-    import replayssm_kernels.torch_backend.plain as scan
+    import replayssm_kernels.torch_backend.groups as scan
 
     monkeypatch.setattr(scan, "quantize_with_noise", lambda x, *_: x.clone())
     code, _, err = main("kl", "--scheme", "nvfp4@16", "--tokens", 64, "--output", tmp_path / "out", "--quiet")

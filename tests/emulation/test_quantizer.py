@@ -4,7 +4,7 @@ import pytest
 import torch
 from replayssm_emulation import FORMATS, UsageError, counts, get_format, parse_scheme, quantize
 
-from tests.emulation.test_vectors import same_bits
+from tests.helpers.tensors import same_bits
 
 ROUNDED = [name for name in FORMATS if name != "fp32"]
 

@@ -17,7 +17,7 @@ from gfloat.formats import (
 from replayssm_emulation.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, Integer
 from replayssm_emulation.rounding import round_elements
 
-from tests.emulation.test_vectors import same_bits
+from tests.helpers.tensors import every_16_bit_value, random_32_bit_values, same_bits
 
 ORACLES = {
     FP16: (np.float16, format_info_binary16),
@@ -29,21 +29,6 @@ ORACLES = {
     E3M2: (ml_dtypes.float6_e3m2fn, format_info_ocp_e3m2),
 }
 ELEMENTS = list(ORACLES)
-
-
-def every_16_bit_value() -> torch.Tensor:
-    """Every finite fp16 and every finite bf16 value: all exponents, and ties of every narrower format."""
-    words = np.arange(1 << 16, dtype=np.uint16)
-    values = np.concatenate(
-        [words.view(np.float16).astype(np.float32), (words.astype(np.uint32) << 16).view(np.float32)]
-    )
-    return torch.from_numpy(values[np.isfinite(values)])
-
-
-def random_32_bit_values(count: int, seed: int) -> torch.Tensor:
-    words = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
-    values = words.view(np.float32)
-    return torch.from_numpy(values[np.isfinite(values)].copy())
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)

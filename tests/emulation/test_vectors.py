@@ -11,6 +11,8 @@ from replayssm_emulation import get_format, quantize_with_noise
 from replayssm_emulation.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16
 from replayssm_emulation.rounding import round_elements
 
+from tests.helpers.tensors import same_bits
+
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())["vectors"]
 ELEMENTS = {"fp16": FP16, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2}
 SCALED = {"e4m3": "fp8", "e5m2": "fp8-e5m2"}
@@ -19,13 +21,6 @@ MX = {"mxe4m3": "mxfp8", "mxe5m2": "mxfp8-e5m2", "mxe2m3": "mxfp6", "mxe3m2": "m
 
 def from_bits(words: list[str]) -> torch.Tensor:
     return torch.from_numpy(np.array([int(w, 16) for w in words], dtype=np.uint32).view(np.float32).copy())
-
-
-def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit patterns agree, signs of zero included; any NaN equals any NaN."""
-    got, expected = got.flatten(), expected.flatten()
-    equal = got.view(torch.int32) == expected.view(torch.int32)
-    return bool((equal | (got.isnan() & expected.isnan())).all())
 
 
 def stored(vector: dict) -> torch.Tensor:

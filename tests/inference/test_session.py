@@ -256,16 +256,16 @@ def test_sessions_do_not_nest(model) -> None:
 @pytest.mark.parametrize("broken_layer", [0, 2])
 def test_a_layer_that_is_not_rounded_is_found(broken_layer, monkeypatch) -> None:
     """P5: roundings are counted where they happen, in every layer, and so is whether they change anything."""
-    import replayssm_kernels.torch_backend.plain as scan
+    import replayssm_kernels.torch_backend.groups as scan
 
-    original = scan._scan_group
+    original = scan.scan_group
 
     def without_casts(*args):
-        monkeypatch.setattr(scan, "_casts", (lambda *_: []) if args[-2] == broken_layer else casts)
+        monkeypatch.setattr(scan, "plan_casts", (lambda *_: []) if args[-2] == broken_layer else casts)
         return original(*args)
 
-    casts = scan._casts
-    monkeypatch.setattr(scan, "_scan_group", without_casts)
+    casts = scan.plan_casts
+    monkeypatch.setattr(scan, "scan_group", without_casts)
     with attach(nemotron_h("M-M*"), ["fp32", "nvfp4@16"], probe=False) as session:
         logits(nemotron_h("M-M*"), token_ids(40, rows=2))
         with pytest.raises(RunError, match=rf"state layer {broken_layer}: 2 roundings to nvfp4 .* changed nothing"):

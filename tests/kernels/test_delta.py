@@ -1,4 +1,4 @@
-"""The delta rule of many rows against the reference recurrence in float64: GDN and KDA decays, any schedule, prompts, decoding."""
+"""The delta rule of many rows against the float64 recurrence: GDN and KDA decays, any schedule, prompts, decoding."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_fp32_is_the_float64_recurrence(channels, strong) -> None:
 @pytest.mark.parametrize("prompt", [0, 21])
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
 def test_rows_are_rounded_where_the_reference_rounds(channels, prompt) -> None:
-    """All schemes side by side. A fold in float64 tips few elements over a rounding boundary; other noise tips most of them."""
+    """All schemes side by side. A fold in float64 tips few elements over a rounding boundary; other noise tips most."""
     x = inputs(channels)
     rows = [BatchRow(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
     o, _ = scan(x, rows)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from replayssm_eval import attach
 from tests.helpers.models import delta_inputs, token_ids
-from tests.kernels.test_scan import copies
+from tests.helpers.tensors import copies
 from tests.models.test_families import COMMON, CONFIGS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ def inputs(
 
 
 def run(x, rows, backend: str = "triton", pieces: tuple[int, ...] = ()):
-    """(o on the CPU, carry) of rows with the same inputs, in chunks of `pieces` tokens; `replay_scan` poisons o with NaN."""
+    """(o on the CPU, carry) of rows with the same inputs, in chunks of `pieces` tokens. `replay_scan` poisons o."""
     carry, outputs, position = None, [], 0
     for n in pieces or (len(x[0]),):
         part = (
@@ -65,7 +65,7 @@ def float64_outputs(x, window: int = 16):
 @pytest.mark.parametrize("strong", [False, True], ids=["weak", "strong"])
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
 def test_fp32_is_the_float64_recurrence(channels, strong) -> None:
-    """Within some hundred roundings; strong gates neither overflow nor lose anything. Windows of 16, long ones, single tokens."""
+    """Within some hundred roundings. Strong gates neither overflow nor lose anything. Windows of 16, and long ones."""
     x = inputs(channels, 64, strong)
     expected = float64_outputs(x)
     o, _ = run(
@@ -93,10 +93,11 @@ def test_keys_that_nearly_repeat(channels) -> None:
 @pytest.mark.parametrize("prompt", [0, 21])
 @pytest.mark.parametrize("channels", [False, True], ids=["gdn", "kda"])
 def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
-    """All schemes side by side, in odd chunks: the same rounding, but for elements that fp32 roundoff tips over a boundary.
+    """All schemes side by side, in odd chunks: the same rounding, except where fp32 roundoff tips an element.
 
-    One in a thousand, about (roundoff over an eight-bit step): of the 120 of a copy hardly ever three. It changes one channel of the outputs: for good, or until a read copy
-    is made anew, which takes 8 tokens at most where there is more than one flush.
+    Roundoff tips about one element in a thousand (roundoff over an eight-bit step), hardly ever three of the 120 of a
+    copy. A tipped element changes one channel of the outputs: for good, or until the read copy is made anew. That takes
+    at most 8 tokens if there is more than one flush.
     """
     x = inputs(channels, 29, heads=1)  # the interpreter is slow
     rows = [BatchRow(parse_scheme(s), seed=5, document=d, prompt=prompt) for d, s in enumerate(SCHEMES)]
@@ -116,7 +117,7 @@ def test_the_scan_equals_the_torch_scan(channels, prompt) -> None:
 
 
 def exact_inputs(channels: bool, tokens: int, window: int):
-    """Sums that fp32 does not round: one key a token, of powers of two (in short windows several), β 1, and no decay."""
+    """Sums that fp32 does not round: one key a token, of powers of two (several in short windows), β 1, no decay."""
     g = torch.Generator().manual_seed(3)
     q = torch.randint(-2, 3, (tokens, 1, 12), generator=g) / 4
     k = torch.zeros(tokens, 1, 12)
@@ -190,7 +191,7 @@ def test_one_step_by_hand() -> None:
 
 
 def test_a_model_runs_on_it() -> None:
-    """The logits of both scans are the same; without the start-up check, which is the plain scan's and takes long here."""
+    """The logits of both scans are the same. No start-up check: it is the plain scan's and takes long here."""
     torch.manual_seed(0)
     sizes = {"linear_num_heads": 1, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     config = AutoConfig.for_model(

@@ -115,8 +115,9 @@ def test_relative_accuracy(dtype) -> None:
     assert not np.isnan([kl, nll, entropy]).any()
     assert (top1 >= 0).all()
     assert not kl[:2].any()
-    # u = 2⁻²⁴. Weights exp(z) are off by up to (2 + 1.5·|z|)·u, |z| up to 20, and sums by u per chunk and level, of either sign. KL
-    # is a difference of G and D²/2: times Σ p·d²/2 over KL, 8 at most here. Mostly they cancel: 64u is a quarter of the sum of all.
+    # u = 2⁻²⁴. Weights exp(z) are off by up to (2 + 1.5·|z|)·u, |z| up to 20. Sums are off by u per chunk and level, of
+    # either sign. KL is a difference of G and D²/2, which multiplies errors by Σ p·d²/2 over KL, 8 at most here. Mostly
+    # they cancel: 64u is a quarter of the sum of all.
     np.testing.assert_allclose(kl[2], exact_kl(logits)[2], rtol=64 * 2**-24)
     expected = compare_logits(logits, torch.arange(len(REGIMES)))
     np.testing.assert_allclose(nll, expected.nll, rtol=2e-6, atol=2e-6)

@@ -6,11 +6,14 @@ import pytest
 import torch
 from replayssm_emulation import NoiseKey, UsageError, fixed_window, parse_scheme, recurrence_windows
 from replayssm_kernels import BatchRow, replay_scan
-from replayssm_kernels.torch_backend import plain as scan
+from replayssm_kernels.torch_backend import casts, groups
+
+from tests.helpers.tensors import copies
 
 SCHEMES = [
     "fp32", "fp32", "nvfp4@16", "nvfp4/fp16@16", "fp8@1", "nvfp4-rn@16", "nvfp4/fp32@7+flush-reads=read",
-    "fp8@16+records=bf16+handover=off", "nvfp4/int8@16+cast=chained", "fp32/mxfp4-rn@4+cast=chained", "mxfp4-sr/fp16@5", "int4-rn@16",
+    "fp8@16+records=bf16+handover=off", "nvfp4/int8@16+cast=chained", "fp32/mxfp4-rn@4+cast=chained",
+    "mxfp4-sr/fp16@5", "int4-rn@16",
 ]  # fmt: skip
 TOKENS, GROUPS, HEADS, D_K, D_V = 83, 2, 6, 20, 10
 
@@ -35,11 +38,6 @@ def run(x, rows, pieces=(TOKENS,), layer=3):
         outputs.append(o)
         position += length
     return torch.cat(outputs, dim=1), carry
-
-
-def copies(carry) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Row -> (recurrence copy, read copy)."""
-    return {row: (g.recurrence[i], g.read[i]) for g in carry.groups for i, row in enumerate(g.rows)}
 
 
 @pytest.mark.parametrize("prompt", [0, 5, 37])
@@ -95,8 +93,8 @@ def test_states_are_bit_identical_in_any_row_order_and_company() -> None:
 def test_memory_blocks_do_not_show(monkeypatch) -> None:
     x, rows = inputs(len(SCHEMES)), rows_of(SCHEMES)
     o, carry = run(x, rows)
-    monkeypatch.setattr(scan, "_BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(scan, "_NOISE_ELEMENTS", 1)
+    monkeypatch.setattr(groups, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(casts, "_NOISE_ELEMENTS", 1)
     small_o, small = run(x, rows)
     assert (small_o - o).abs().max() <= 64 * 2**-24 * o.abs().max()
     for row, whole in copies(carry).items():

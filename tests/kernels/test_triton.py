@@ -10,17 +10,15 @@ import triton.language as tl
 from replayssm_emulation import FORMATS, UsageError, get_format, parse_scheme, quantize
 from replayssm_kernels import BatchRow, choose_backend, replay_scan
 from replayssm_kernels.triton_backend.cast import (
-    cast_constants,
     cast_slice,
     largest_of_rows,
     ordinary,
     over_head,
+    plan_cast,
     slice_noise,
 )
 
-from tests.emulation.test_rounding import every_16_bit_value, random_32_bit_values
-from tests.emulation.test_vectors import same_bits
-from tests.kernels.test_scan import copies
+from tests.helpers.tensors import copies, every_16_bit_value, random_32_bit_values, same_bits
 
 VARIANTS = ["fp8-head", "fp8-unscaled", "int4-b32", "mxfp4-even", "mxfp8-rceil", "mxfp6-e3m2-rceil"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,7 +50,7 @@ def cast(
     x: torch.Tensor, name: str, rounding: str, noise_bits: int = 32, head: int = 0, short: bool = False
 ) -> torch.Tensor:
     d_v, d_k = x.shape
-    constants = cast_constants(get_format(name), d_k, rounding == "stochastic", noise_bits)
+    constants = plan_cast(get_format(name), d_k, rounding == "stochastic", noise_bits)
     assert constants is not None
     x = x.to(DEVICE)
     o = torch.full_like(x, torch.inf)
@@ -99,7 +97,7 @@ def test_casts_are_bit_identical(name, rounding, noise_bits, shape) -> None:
 @pytest.mark.parametrize("noise_bits", [32, 13])
 @pytest.mark.parametrize("name", ["fp8", "fp8-e5m2"])
 def test_the_short_cast_is_bit_identical(name, noise_bits) -> None:
-    """Rows of any size whose elements all lie in the format's normal range; a row that does not keeps the short way shut."""
+    """Rows of any size with all elements in the format's normal range. Any other row keeps the short way shut."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=g).sign() * torch.rand(64, 128, generator=g).clamp(min=1e-4)
     x *= torch.logspace(-5, 35, 64).unsqueeze(1)
@@ -163,7 +161,7 @@ def run(x, rows, backend, pieces=(TOKENS,)):
 
 
 def assert_same_run(x, rows, pieces=(TOKENS,)) -> None:
-    """Same rounding noise: outputs and copies agree up to fp32 roundoff, but for elements that it tips over a boundary."""
+    """Same rounding noise: outputs and copies agree up to roundoff, except where it tips an element over a boundary."""
     expected, carry = run(x, rows, "torch", pieces)
     got, triton_carry = run(x, rows, "triton", pieces)
     bound = 64 * 2**-24
@@ -207,7 +205,7 @@ def test_single_tokens_and_groups() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_padded_row_is_the_row_alone(backend) -> None:
-    """Whole windows of left padding, which an attention mask makes zeros: the same copies, bit for bit, beside other rows."""
+    """Whole windows of left padding, zeros by the attention mask: the same copies, bit for bit, beside other rows."""
     x = inputs(1)
     rows = [BatchRow(parse_scheme("nvfp4/fp16@16"), seed=4, document=7, prompt=5)]
     _, alone = run(x, rows, backend)

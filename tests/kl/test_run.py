@@ -324,7 +324,7 @@ def test_nan_in_one_row_is_named_marked_and_kept_out(tmp_path, monkeypatch) -> N
 @pytest.mark.parametrize("scheme", ["nvfp4@16", "nvfp4@8", "fp8@1", "nvfp4/fp32@16"])
 def test_an_emulation_that_does_not_reach_the_state_stops_the_run(tmp_path, monkeypatch, scheme) -> None:
     """P5: KL 0, or roundoff, of a lossy scheme must never be a result."""
-    import replayssm_kernels.torch_backend.plain as scan
+    import replayssm_kernels.torch_backend.groups as scan
 
     monkeypatch.setattr(scan, "quantize_with_noise", lambda x, *_: x.clone())
     with pytest.raises(RunError, match="changed nothing: the emulation did not run"):

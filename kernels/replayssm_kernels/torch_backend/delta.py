@@ -1,9 +1,10 @@
 """The delta rule in plain torch: windows of many rows side by side (GDN: one decay a head; KDA: one a channel).
 
-A window is a unit lower triangular system, as in `replayssm_emulation.recurrence` (the chunked form of Yang et al., 2024):
+A window is a unit lower triangular system, as in `replayssm_emulation.recurrence`: the chunked form of Yang et al.,
+2024.
 
     1. M_ij = Σ_c k_ic exp(G_ic - G_jc) k_jc            overlap of token i's key with record j < i
-    2. (1 + β M) u = β (v - S exp(G) k)                 from the read copy for answers, from the recurrence copy for the fold
+    2. (1 + β M) u = β (v - S exp(G) k)                 S: the read copy for answers, the recurrence copy for the fold
     3. o_i = S_read exp(G_i) q_i + Σ_{j≤i} (q_i exp(G_i - G_j) k_j) u_j
     4. fold = S diag(exp(G_L)) + Σ_j u_j (exp(G_L - G_j) k_j)ᵀ
 
@@ -11,13 +12,12 @@ Only differences of cumulative log-decays are exponentiated, and they are negati
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .plain import BatchRow, Group
+from ..state import BatchRow, Group
 
 
 class _Window(NamedTuple):
@@ -33,7 +33,7 @@ class _Window(NamedTuple):
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> _Window:
-    """Step 1. q, k `[rows, L, G, d_k]`, v `[rows, L, H, d_v]`, beta `[rows, L, H]`, log_decay `[rows, L, H]` or `[rows, L, H, d_k]`."""
+    """Step 1. q, k `[rows, L, G, d_k]`, v `[rows, L, H, d_v]`, beta `[rows, L, H]`, log_decay also `[.., d_k]`."""
     share = v.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q, k = (x.repeat_interleave(share, dim=1) for x in (q, k))
@@ -63,7 +63,7 @@ def _outputs(w: _Window, read: Tensor, u: Tensor) -> Tensor:
 
 
 def _fold(w: _Window, recurrence: Tensor, u_read: Tensor, last: int, stored: Tensor) -> Tensor:
-    """Steps 2 and 4; stored `[rows, 1, 1, 1]`: rows that fold the u that their answers were made with, but for token `last`."""
+    """Steps 2 and 4. Rows with stored `[rows, 1, 1, 1]` fold the u of their answers, except for token `last`."""
     u = _solve(w, recurrence)
     if stored.any():
         error = w.v[:, :, last] - torch.einsum("rhvc,rhc->rhv", recurrence, w.g[:, :, last].exp() * w.k[:, :, last])
@@ -76,12 +76,13 @@ def _fold(w: _Window, recurrence: Tensor, u_read: Tensor, last: int, stored: Ten
 
 
 def delta_block(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: "Group", rows: "Sequence[BatchRow]", folds: int, length: Tensor,
-    write: Callable[[int, Tensor], None],
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, group: Group, rows: Sequence[BatchRow],
+    folds: int, length: Tensor, write: Callable[[int, Tensor], None],
 ) -> Tensor:  # fmt: skip
-    """Windows `[rows, W, L, ...]` of a group in order, of which the first `folds` end in a fold; returns o `[rows, W, L, H, d_v]`.
+    """Outputs `[rows, W, L, H, d_v]` of windows `[rows, W, L, ...]` in order. The first `folds` windows end in a fold.
 
-    length: real tokens of every window; the rest is empty (β = 0, log α = 0). write(w, fold) casts the copies of the group.
+    length: real tokens of every window; the rest is empty (β = 0, log α = 0).
+    write(w, fold) casts the copies of the group.
     """
     stored = torch.tensor([row.scheme.fold == "stored" for row in rows], device=v.device).view(-1, 1, 1, 1)
     reads_fold = torch.tensor([row.scheme.flush_reads == "fold" for row in rows], device=v.device).view(-1, 1, 1)
@@ -100,8 +101,8 @@ def delta_block(
     return torch.stack(outputs, dim=1)
 
 
-def delta_read_only(q: Tensor, group: "Group") -> Tensor:
-    """o `[rows, T, H, d_v]` of the group's T newest records, whose queries are q `[rows, T, G, d_k]`: decoding between folds."""
+def delta_read_only(q: Tensor, group: Group) -> Tensor:
+    """o `[rows, T, H, d_v]` of the T newest records, with queries q `[rows, T, G, d_k]`: decoding between folds."""
     k, v, beta, log_decay = group.records
     tokens, seen = q.shape[1], k.shape[1]
     w = _window(torch.cat([q.new_zeros(len(q), seen - tokens, *q.shape[2:]), q], dim=1), k, v, beta, log_decay)

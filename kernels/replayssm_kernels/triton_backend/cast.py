@@ -2,9 +2,11 @@
 
 The reference works on integers. Here the same results come from fp32 operations that are exact, or round once, where it
 matters: adding 2**(23 + q) rounds to a multiple of 2**q to nearest even, and multiplying by a power of two is exact.
-Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the reference rounds twice. No value is cast to
-fp8 or bf16, whose casts the interpreter gets wrong; divisions are IEEE, since `/` is approximate on some GPUs.
+Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the reference rounds twice. No value is cast
+to fp8 or bf16, whose casts the interpreter gets wrong. Divisions are IEEE, since `/` is approximate on some GPUs.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,40 +23,57 @@ _ONE_SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1/6)
 _HAS_FMA = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
-def cast_constants(format: Format, d_k: int, stochastic: bool, noise_bits: int = 32) -> tuple | None:
-    """Compile-time description of a cast for `cast_slice`: None when the device functions cannot do it.
+class Cast(NamedTuple):
+    """Compile-time description of a cast. Kernels take it as one `tl.constexpr`. The defaults describe fp32, unrounded.
+
+    lossy: False stores fp32. integer: otherwise a minifloat of `mantissa` bits and exponents min_exponent to
+    max_exponent. max: the largest element. scale: NONE, AMAX, E8M0 or NVFP4. block: elements that share a scale, 0 for
+    the whole row. scale_rule: FLOOR, EVEN or RCEIL, for E8M0. error_power: 1 or 2 if an NVFP4 block may map its largest
+    element to 4, else 0. scale_max: the largest NVFP4 block scale. per_head: one scale for a whole head. noise_bits: 0
+    rounds to nearest.
+    """
+
+    lossy: bool = False
+    integer: bool = False
+    mantissa: int = 0
+    min_exponent: int = 0
+    max: float = 0.0
+    max_exponent: int = 0
+    scale: int = 0
+    block: int = 1
+    scale_rule: int = 0
+    error_power: int = 0
+    scale_max: float = 0.0
+    per_head: bool = False
+    noise_bits: int = 0
+
+
+def plan_cast(format: Format, d_k: int, stochastic: bool, noise_bits: int = 32) -> Cast | None:
+    """The cast that `cast_slice` does for a format, or None when the device functions cannot do it.
 
     d_k: width of a row. Blocks must be powers of two, since tiles are.
     """
     element = format.element
     if element is None:
-        return (False, False, 0, 0, 0.0, 0, 0, 1, 0, 0, 0.0, False, 0)
+        return Cast()
     whole_row = format.scale == "amax" and (format.per_head or format.block is None or format.block >= d_k)
     block = 0 if whole_row or format.block is None else format.block
     if block & (block - 1):
         return None
-    integer = isinstance(element, Integer)
-    mantissa, least, largest = (
-        (element.mantissa, element.min_exponent, element.max_exponent) if isinstance(element, Minifloat) else (0, 0, 0)
-    )
-    scale = {"none": 0, "amax": 1, "e8m0": 2, "nvfp4": 3}[format.scale]
-    rule = {"floor": 0, "even": 1, "rceil": 2}[format.scale_rule]
-    power = {"": 0, "mae": 1, "mse": 2}[format.four_over_six]
-    bits = noise_bits if stochastic else 0
-    return (
-        True,
-        integer,
-        mantissa,
-        least,
-        element.max,
-        largest,
-        scale,
-        block,
-        rule,
-        power,
-        format.scale_max,
-        format.per_head,
-        bits,
+    return Cast(
+        lossy=True,
+        integer=isinstance(element, Integer),
+        mantissa=element.mantissa if isinstance(element, Minifloat) else 0,
+        min_exponent=element.min_exponent if isinstance(element, Minifloat) else 0,
+        max=element.max,
+        max_exponent=element.max_exponent if isinstance(element, Minifloat) else 0,
+        scale={"none": 0, "amax": 1, "e8m0": 2, "nvfp4": 3}[format.scale],
+        block=block,
+        scale_rule={"floor": 0, "even": 1, "rceil": 2}[format.scale_rule],
+        error_power={"": 0, "mae": 1, "mse": 2}[format.four_over_six],
+        scale_max=format.scale_max,
+        per_head=format.per_head,
+        noise_bits=noise_bits if stochastic else 0,
     )
 
 
@@ -77,9 +96,9 @@ def _power_of_two(exponent):
 def _quotients(a, b):
     """IEEE a / b for a `[.., n]` and b `[.., 1]`, |a| and b >= 2**-103 or a 0, the quotient far from fp32's ends.
 
-    One correction of a·RN(1/b) rounds correctly where the remainder is exact (after Markstein, 1990). The corrected quotient is
-    off by at most 2.5·2**-24 of an ulp before it is rounded; quotients that lie nearer than that to the middle between two
-    floats have remainders of at most 5 units, and all of those were tried (52 million).
+    One correction of a·RN(1/b) rounds correctly where the remainder is exact (after Markstein, 1990). Before rounding,
+    the corrected quotient is off by at most 2.5·2**-24 of an ulp. A quotient that lies nearer than that to the middle
+    between two floats has a remainder of at most 5 units. All of those were tried (52 million).
     """
     if _HAS_FMA:
         inverse = tl.broadcast_to(tl.div_rn(tl.zeros_like(b) + 1.0, b), a.shape)
@@ -176,8 +195,8 @@ def largest_of_rows(x, CAST: tl.constexpr):
     Bits order magnitudes as floats do, with infinity and NaN on top.
     """
     largest = tl.zeros((x.shape[0],), dtype=tl.int32)
-    if CAST[0]:
-        if CAST[6] == NVFP4 or (CAST[6] == AMAX and CAST[7] == 0):
+    if CAST.lossy:
+        if CAST.scale == NVFP4 or (CAST.scale == AMAX and CAST.block == 0):
             largest = tl.max(_bits(tl.abs(x)), axis=1)
     return largest
 
@@ -185,7 +204,7 @@ def largest_of_rows(x, CAST: tl.constexpr):
 @triton.constexpr_function
 def spans_head(CAST):
     """Whether a scale spans the whole head."""
-    return CAST[0] and (CAST[6] == 3 or CAST[11])
+    return CAST.lossy and (CAST.scale == 3 or CAST.per_head)
 
 
 @triton.jit
@@ -199,13 +218,20 @@ def over_head(largest, CAST: tl.constexpr):
 @triton.constexpr_function
 def has_short_cast(CAST):
     """Whether `ordinary` can hold: for stochastic casts to a minifloat with one scale per row."""
-    return CAST[0] and CAST[6] == 1 and CAST[7] == 0 and CAST[12] > 0 and not CAST[1] and not CAST[11]
+    return (
+        CAST.lossy
+        and CAST.scale == 1
+        and CAST.block == 0
+        and CAST.noise_bits > 0
+        and not CAST.integer
+        and not CAST.per_head
+    )
 
 
 @triton.constexpr_function
 def _normal_share(CAST):
     """The smallest normal number as a share of the largest, with a margin for the quotient's rounding."""
-    return (1 + 2.0**-20) * 2.0 ** CAST[3] / CAST[4]
+    return (1 + 2.0**-20) * 2.0**CAST.min_exponent / CAST.max
 
 
 @triton.jit
@@ -226,20 +252,25 @@ def ordinary(largest, smallest, CAST: tl.constexpr):
 def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
     """Part `[D_V, n]` of a head's state as it reads back, n a multiple of the format's block.
 
-    noise: uint32 words like x. largest: of all parts by `largest_of_rows` and `over_head`, int32 `[D_V]`. Elements outside
-    the head must be zero. SHORT: the caller saw that the rows are `ordinary`.
+    noise: uint32 words like x. largest: of all parts by `largest_of_rows` and `over_head`, int32 `[D_V]`.
+    Elements outside the head must be zero. SHORT: the caller saw that the rows are `ordinary`.
     """
-    LOSSY: tl.constexpr = CAST[0]
+    LOSSY: tl.constexpr = CAST.lossy
     if not LOSSY:
         stored = x
     elif SHORT:
         amax = _float(largest)[:, None]
-        scale = _quotients(amax, tl.zeros_like(amax) + CAST[4])
+        scale = _quotients(amax, tl.zeros_like(amax) + CAST.max)
         # Adding noise to the bits of a negative number moves it away from zero too: no sign to take off and put back.
-        quotient = tl.clamp(_quotients(x, scale), -CAST[4], CAST[4])
-        stored = _float(_add_noise(_bits(quotient), noise, 23 - CAST[2], CAST[12])) * scale
-    elif CAST[6] == NONE:
-        stored = _with_sign(_round_magnitudes(tl.abs(x), noise, CAST[1], CAST[2], CAST[3], CAST[4], CAST[12]), x)
+        quotient = tl.clamp(_quotients(x, scale), -CAST.max, CAST.max)
+        stored = _float(_add_noise(_bits(quotient), noise, 23 - CAST.mantissa, CAST.noise_bits)) * scale
+    elif CAST.scale == NONE:
+        stored = _with_sign(
+            _round_magnitudes(
+                tl.abs(x), noise, CAST.integer, CAST.mantissa, CAST.min_exponent, CAST.max, CAST.noise_bits
+            ),
+            x,
+        )
     else:
         stored = _cast_blocks(x, noise, largest, CAST)
     return stored
@@ -248,17 +279,17 @@ def cast_slice(x, noise, largest, SHORT: tl.constexpr, CAST: tl.constexpr):
 @triton.jit
 def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
     """`cast_slice` of a format with scales."""
-    INTEGER: tl.constexpr = CAST[1]
-    MANTISSA: tl.constexpr = CAST[2]
-    LEAST: tl.constexpr = CAST[3]
-    MAX: tl.constexpr = CAST[4]
-    LARGEST: tl.constexpr = CAST[5]
-    SCALE: tl.constexpr = CAST[6]
-    BLOCK: tl.constexpr = CAST[7]
-    RULE: tl.constexpr = CAST[8]
-    POWER: tl.constexpr = CAST[9]
-    SCALE_MAX: tl.constexpr = CAST[10]
-    NOISE_BITS: tl.constexpr = CAST[12]
+    INTEGER: tl.constexpr = CAST.integer
+    MANTISSA: tl.constexpr = CAST.mantissa
+    LEAST: tl.constexpr = CAST.min_exponent
+    MAX: tl.constexpr = CAST.max
+    LARGEST: tl.constexpr = CAST.max_exponent
+    SCALE: tl.constexpr = CAST.scale
+    BLOCK: tl.constexpr = CAST.block
+    RULE: tl.constexpr = CAST.scale_rule
+    POWER: tl.constexpr = CAST.error_power
+    SCALE_MAX: tl.constexpr = CAST.scale_max
+    NOISE_BITS: tl.constexpr = CAST.noise_bits
     D_V: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     B: tl.constexpr = N if BLOCK == 0 else BLOCK
@@ -292,8 +323,8 @@ def _cast_blocks(x, noise, largest, CAST: tl.constexpr):
         if SCALE == AMAX:
             scale = tl.div_rn(amax, tl.zeros_like(amax) + MAX)
             scale = tl.where(scale == 0.0, 1.0, scale)
-            # `_quotients` wants nothing tiny: 2**100 leaves the quotient as it is. Elements that are tiny beside a larger
-            # scale are far below every format's grid.
+            # `_quotients` wants nothing tiny: 2**100 leaves the quotient as it is. An element that is tiny beside a
+            # larger scale lies far below every format's grid.
             up = tl.where(amax < 9.5367431640625e-07, 1.2676506002282294e30, 1.0)
             quotient = _quotients(a * up, tl.where(amax == 0.0, 1.0, scale * up))
             stored = _round_magnitudes(quotient, words, INTEGER, MANTISSA, LEAST, MAX, NOISE_BITS) * scale
@@ -350,14 +381,15 @@ def slice_noise(
     N: tl.constexpr,
     BY_COLUMN: tl.constexpr,
 ):
-    """uint32 words `[D_V, N]` of the part of a head's state at (row, column), column a multiple of 4; quads = ceil(d_k / 4).
+    """uint32 words `[D_V, N]` of the part of a head's state at (row, column). column: a multiple of 4.
 
+    quads = ceil(d_k / 4).
     BY_COLUMN: threads lie along d_v first. Every word of a Philox block is used. See `replayssm_emulation.state_noise`.
     """
     i, quad = tl.arange(0, D_V), tl.arange(0, N // 4) + column // 4
     BANDS: tl.constexpr = 1 if BY_COLUMN else D_V // 16
-    # The compiler deals rows out to warps in turn, RUN at a time, but the state in bands of 16. Computed in that order, each
-    # warp's noise is its own band's.
+    # The compiler deals rows out to warps in turn, RUN at a time, but the state in bands of 16. In this order each warp
+    # draws the noise of its own band.
     RUN: tl.constexpr = max(1, min(16, 128 // N))
     if BANDS > 1:
         i = (i // RUN) % BANDS * 16 + i // (RUN * BANDS) * RUN + i % RUN

@@ -1,35 +1,42 @@
-"""Device code of the delta rule (GDN: one decay a head; KDA: one a channel of d_k), beside the plain scan of `scan_kernels`.
+"""Device code of the delta rule (GDN: one decay a head; KDA: one a channel of d_k).
 
-A window is read in pieces of up to 16 tokens, as there, and solved as in `delta`:
+A window is read in pieces of up to 16 tokens, as in `plain_kernels`, and solved as in `torch_backend.delta`:
 
-    prepare   what does not depend on the state, all pieces at once: T = (1 + β M)⁻¹ β and A T, where M_ij and A_ij are the keys
-              and queries of token i against the decayed keys of tokens j < i and j <= i
+    prepare   all pieces at once, without the state: T = (1 + β M)⁻¹ β and A T, where M_ij and A_ij are the keys and
+              queries of token i against the decayed keys of tokens j < i and j <= i
     window    e = v - S k̃;   o_i = S_read q̃_i + Σ_j (A T)_ij e_j;   u = T e;   fold = exp(G_L) S + Σ_j u_j k̂_jᵀ
 
-k̃ and q̃ are decayed from the start of the piece, k̂ to its end. GDN applies these decays as numbers per token, KDA reads the
-decayed keys and queries from `prepare`. Answers take e from the read copy, the fold from the recurrence copy.
+k̃ and q̃ are decayed from the start of the piece, k̂ to its end. GDN applies these decays as numbers per token. KDA
+reads the decayed keys and queries from `prepare`. Answers take e from the read copy, the fold from the recurrence copy.
 """
 
 import triton
 import triton.language as tl
 
-from .plain_kernels import (
-    _banded,
-    _cast,
-    _dot,
-    _largest,
-    _piece_slice,
-    _readout,
-    _state,
-    _store_readout,
-    _store_state,
-    _table,
+from .state_tiles import (
+    COLUMNS,
+    FIRST,
+    STOP,
+    banded,
+    load_copies,
+    piece_row,
+    piece_slice,
+    plan_copies,
+    product,
+    read_slice,
+    readout,
+    recurrence_slice,
+    state_offsets,
+    store_readout,
+    store_slice,
+    store_state,
 )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def delta_prepare_kernel(
-    q_ptr, k_ptr, beta_ptr, decay_ptr, solve_ptr, mix_ptr, from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
+    q_ptr, k_ptr, beta_ptr, decay_ptr, solve_ptr, mix_ptr,
+    from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
     row_ptr, piece_ptr, q_row, q_token, k_row, k_token, tokens, heads, groups,
     d_k: tl.constexpr, D_K: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -37,12 +44,14 @@ def delta_prepare_kernel(
     """Grid (pieces, members, groups). solve = T and mix = A T `[members, P, H, L (i), L (j)]`.
 
     Per head: decay is log α `[R, T, H]`; from_start and to_end `[members, P, H, L]` are the decays of k̃ and k̂.
-    CHANNELS: decay is α `[R, T, H, d_k]`; start_q, start_k and end_k `[members, H, P, L, d_k]` are q̃, k̃ and k̂, of which rows
-    past a piece's end are not written; gate `[members, H, P, 2, d_k]`, of which the first row counts. One warp: all exchanges are within it.
+    CHANNELS: decay is α `[R, T, H, d_k]`; start_q, start_k and end_k `[members, H, P, L, d_k]` are q̃, k̃ and k̂. Rows
+    past a piece's end are not written. In gate `[members, H, P, 2, d_k]` the first row counts.
+    One warp: all exchanges are within it.
     """
     piece, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
-    first, stop = tl.load(piece_ptr + 6 * piece), tl.load(piece_ptr + 6 * piece + 1)
+    first = tl.load(piece_ptr + COLUMNS * piece + FIRST)
+    stop = tl.load(piece_ptr + COLUMNS * piece + STOP)
     t = tl.arange(0, L)
     live = first + t < stop
     token = (first + t).to(tl.int64)
@@ -53,10 +62,10 @@ def delta_prepare_kernel(
     if not CHANNELS:
         of_keys, of_queries = tl.zeros((L, L), dtype=tl.float32), tl.zeros((L, L), dtype=tl.float32)
         for s in tl.static_range(D_K // N):
-            q = _piece_slice(q_ptr, q_token, first, stop, s, d_k, N, L).to(tl.float32)
-            k = _piece_slice(k_ptr, k_token, first, stop, s, d_k, N, L).to(tl.float32)
-            of_keys += _dot(k, tl.trans(k), EXACT, EXACT, PRECISION)
-            of_queries += _dot(q, tl.trans(k), EXACT, EXACT, PRECISION)
+            q = piece_slice(q_ptr, q_token, first, stop, s, d_k, N, L).to(tl.float32)
+            k = piece_slice(k_ptr, k_token, first, stop, s, d_k, N, L).to(tl.float32)
+            of_keys += product(k, tl.trans(k), EXACT, EXACT, PRECISION)
+            of_queries += product(q, tl.trans(k), EXACT, EXACT, PRECISION)
     for head in range(group * share, (group + 1) * share):
         at_head = (row * tokens + token) * heads + head
         beta = tl.load(beta_ptr + at_head, mask=live, other=0.0)
@@ -64,8 +73,10 @@ def delta_prepare_kernel(
         if CHANNELS:
             of_head = ((member * heads + head).to(tl.int64) * tl.num_programs(0) + piece) * d_k
             overlap, attention = _decay_channels(
-                q_ptr, q_token, k_ptr, k_token, decay_ptr + (row * tokens * heads + head) * d_k, heads * d_k, first, stop,
-                solve_ptr + at * L, mix_ptr + at * L, start_q_ptr + of_head * L, start_k_ptr + of_head * L, end_k_ptr + of_head * L,
+                q_ptr, q_token, k_ptr, k_token,
+                decay_ptr + (row * tokens * heads + head) * d_k, heads * d_k, first, stop,
+                solve_ptr + at * L, mix_ptr + at * L,
+                start_q_ptr + of_head * L, start_k_ptr + of_head * L, end_k_ptr + of_head * L,
                 gate_ptr + 2 * of_head, d_k, D_K, N, L, PRECISION,
             )  # fmt: skip
         else:
@@ -77,7 +88,7 @@ def delta_prepare_kernel(
             tl.store(to_end_ptr + at + t, tl.exp(last - g))
         solve = _inverse(tl.where(t[:, None] > t[None, :], beta[:, None] * overlap, 0.0), L) * beta[None, :]
         tl.store(solve_ptr + at * L + square, solve)
-        tl.store(mix_ptr + at * L + square, _dot(attention, solve, False, False, PRECISION))
+        tl.store(mix_ptr + at * L + square, product(attention, solve, False, False, PRECISION))
 
 
 @triton.jit
@@ -88,8 +99,8 @@ def _decay_channels(
 ):  # fmt: skip
     """(overlap, attention) `[L (i), L (j)]`. Products of decays, not quotients, which could overflow.
 
-    In both halves of the piece, token after token: every key decays on, and meets the token's key and query. Then the second
-    half's keys and queries, decayed from its start, meet the first half's keys, decayed to its end.
+    In both halves of the piece, token after token: every key decays on, and meets the token's key and query. Then the
+    second half's keys and queries, decayed from its start, meet the first half's keys, decayed to its end.
     """
     HALF: tl.constexpr = L // 2
     j, half, h = tl.arange(0, D_K), tl.arange(0, 2)[:, None], tl.arange(0, HALF)
@@ -128,8 +139,8 @@ def _decay_channels(
         end = tl.load(end_k_ptr + at, mask=there & (t < HALF)[:, None], other=0.0)
         gate_1 = tl.load(gate_ptr + s * N + width, mask=inside, other=0.0)
         gate_2 = tl.load(gate_ptr + d_k + s * N + width, mask=inside, other=0.0)
-        of_keys += _dot(k, tl.trans(end), False, False, PRECISION)
-        of_queries += _dot(q, tl.trans(end), False, False, PRECISION)
+        of_keys += product(k, tl.trans(end), False, False, PRECISION)
+        of_queries += product(q, tl.trans(end), False, False, PRECISION)
         tl.store(start_q_ptr + at, q * gate_1[None, :], mask=there & second)
         tl.store(start_k_ptr + at, k * gate_1[None, :], mask=there & second)
         tl.store(end_k_ptr + at, end * gate_2[None, :], mask=there & (t < HALF)[:, None])
@@ -146,7 +157,7 @@ def _decay_channels(
 def _inverse(n, L: tl.constexpr):
     """(1 + n)⁻¹ of a strictly lower triangular n `[L, L]` by substitution.
 
-    Not by powers of n, (1 - n)(1 + n²)(1 + n⁴)(1 + n⁸): where keys repeat, those grow into the thousands before they cancel.
+    Powers of n, (1 - n)(1 + n²)(1 + n⁴)(1 + n⁸), grow into the thousands where keys repeat, before they cancel.
     """
     t = tl.arange(0, L)
     x = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
@@ -159,20 +170,22 @@ def _inverse(n, L: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
 def delta_window_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, solve_ptr, mix_ptr, from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, solve_ptr, mix_ptr,
+    from_start_ptr, to_end_ptr, start_q_ptr, start_k_ptr, end_k_ptr, gate_ptr,
     recurrence_ptr, read_ptr, fold_ptr, row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, L: tl.constexpr,
-    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, READS_FOLD: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr,
+    READS_FOLD: tl.constexpr,
     STORED: tl.constexpr, CHANNELS: tl.constexpr, LONG: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, members, parts of d_v); tables, tiles and bands as in `scan_kernels.window_kernel`.
+    """Grid (heads, members, parts of d_v); tables, tiles and bands as in `plain_kernels.window_kernel`.
 
     STORED: the fold takes the u that the answers were made with, but for the window's last token. Since T is lower
     triangular, that is T times errors of the read copy, of which the last is the recurrence copy's.
 
-    What a piece needs of a copy are its products with the piece's keys and queries. They are formed as soon as the copy is,
-    so that (but in LONG windows of separate copies) one state and not two is alive from one piece to the next.
+    A piece needs only the products of a copy with its keys and queries. They are formed as soon as the copy is. So one
+    state, not two, is alive from one piece to the next, except in LONG windows of separate copies.
     """
     head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -183,7 +196,7 @@ def delta_window_kernel(
     key = (layer << 17) | (head << 1)
     i, j, t = part * D_V + tl.arange(0, D_V), tl.arange(0, N), tl.arange(0, L)
     in_v = i < d_v
-    state = _state(0, place, heads, head, i, d_v, d_k, N)
+    state = state_offsets(0, place, heads, head, i, d_v, d_k, N)
     q_ptr += row * q_row + group * d_k
     k_ptr += row * k_row + group * d_k
     v_ptr += row * v_row + head * d_v
@@ -195,12 +208,8 @@ def delta_window_kernel(
         end_k_ptr += of_head * L
         gate_ptr += 2 * of_head
 
-    recurrence, read = (), ()
-    for s in tl.static_range(SLICES):
-        inside = in_v[:, None] & (j + s * N < d_k)[None, :]
-        recurrence += (tl.load(recurrence_ptr + state + s * N, mask=inside, other=0.0),)
-        read += (tl.load(read_ptr + state + s * N, mask=inside, other=0.0),)
-    first, stop, kind, position, slot, origin = _table(piece_ptr, 0, pieces)
+    recurrence, read = load_copies(recurrence_ptr, read_ptr, state, in_v, d_k, N, SLICES)
+    first, stop, kind, position, slot, origin = piece_row(piece_ptr, 0, pieces)
     BANDS: tl.constexpr = D_V // 16
     column = part * D_V + tl.arange(0, BANDS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
     # Of the read copy with queries and keys, and of the recurrence copy with keys, where that is another.
@@ -209,12 +218,12 @@ def delta_window_kernel(
     for s in tl.static_range(SLICES):
         q = _decayed_slice(q_ptr, q_token, start_q_ptr, first, stop, 0, s, d_k, N, L, CHANNELS)
         k = _decayed_slice(k_ptr, k_token, start_k_ptr, first, stop, 0, s, d_k, N, L, CHANNELS)
-        queried += _readout(q, read[s], EXACT, PRECISION)
-        predicted += _readout(k, read[s], EXACT, PRECISION)
+        queried += readout(q, read[s], EXACT, PRECISION)
+        predicted += readout(k, read[s], EXACT, PRECISION)
         if not SHARED:
-            recurred += _readout(k, recurrence[s], EXACT, PRECISION)
+            recurred += readout(k, recurrence[s], EXACT, PRECISION)
     for p in range(pieces):
-        first_next, stop_next, kind_next, position_next, slot_next, origin_next = _table(piece_ptr, p + 1, pieces)
+        first_next, stop_next, kind_next, position_next, slot_next, origin_next = piece_row(piece_ptr, p + 1, pieces)
         live = first + t < stop
         token = (first + t).to(tl.int64)
         at = ((member * pieces + p).to(tl.int64) * heads + head) * L
@@ -243,7 +252,7 @@ def delta_window_kernel(
             predicted *= from_start
             recurred *= from_start
         error = v - predicted
-        o = queried + _dot(_banded(mix, BANDS), error, False, False, PRECISION)
+        o = queried + product(banded(mix, BANDS), error, False, False, PRECISION)
         tl.store(o_ptr + token[None, :, None] * (heads * d_v) + column, o, mask=in_piece)
         if LONG and not SHARED and not STORED:
             read_values = _values(solve, error, PRECISION)  # the read copy runs on with its own
@@ -265,52 +274,39 @@ def delta_window_kernel(
             else:
                 read = _fold(read, read_values, end_k, gates, PRECISION, SLICES)
             for s in tl.static_range(SLICES):
-                queried += _readout(next_q[s], read[s], EXACT, PRECISION)
-                predicted += _readout(next_k[s], read[s], EXACT, PRECISION)
+                queried += readout(next_q[s], read[s], EXACT, PRECISION)
+                predicted += readout(next_k[s], read[s], EXACT, PRECISION)
                 if not SHARED:
-                    recurred += _readout(next_k[s], recurrence[s], EXACT, PRECISION)
+                    recurred += readout(next_k[s], recurrence[s], EXACT, PRECISION)
         else:
             # A shared copy is what the fold was made from: its last token has read the fold already.
             if READS_FOLD and not SHARED:
                 last = (stop - 1).to(tl.int64)
-                _store_readout(
+                store_readout(
                     fold, q_ptr + last * q_token, o_ptr + last * (heads * d_v) + i, in_v & (kind > 0), d_k, N, SLICES
                 )
-            state = _state(slot, place, heads, head, i, d_v, d_k, N)
+            state = state_offsets(slot, place, heads, head, i, d_v, d_k, N)
             if slot >= 0:
-                _store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
-            at_row, when = part * D_V + origin, position - padding  # of the noise
-            largest = _largest(fold, kind, RECURRENCE_CAST, SLICES)
-            source = fold
-            if CHAINED:
-                source = ()
-                for s in tl.static_range(SLICES):
-                    source += (
-                        _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST),
-                    )
-            largest_read = _largest(source, kind, READ_CAST, SLICES)
+                store_state(fold_ptr + state, fold, in_v, d_k, N, SLICES)
+            noise_at = (seed, position - padding, key, document, part * D_V + origin)
+            source, largest, largest_read = plan_copies(
+                fold, kind, noise_at, d_k, RECURRENCE_CAST, READ_CAST, CHAINED, SLICES
+            )
             recurrence, copy = (), ()
             for s in tl.static_range(SLICES):
-                if SHARED:
-                    x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
-                else:
-                    x = _cast(source[s], s, largest_read, kind, seed, when, key | 1, document, at_row, d_k, READ_CAST)
-                queried += _readout(next_q[s], x, EXACT, PRECISION)
-                predicted += _readout(next_k[s], x, EXACT, PRECISION)
-                inside = in_v[:, None] & (j + s * N < d_k)[None, :]
-                if slot >= 0:
-                    tl.store(read_ptr + state + s * N, x, mask=inside)
+                x = read_slice(
+                    fold, source, s, largest, largest_read, kind, noise_at, d_k, RECURRENCE_CAST, READ_CAST, SHARED
+                )
+                queried += readout(next_q[s], x, EXACT, PRECISION)
+                predicted += readout(next_k[s], x, EXACT, PRECISION)
+                store_slice(read_ptr, state, s, x, slot, in_v, d_k, N)
                 if LONG:
                     copy += (x,)
+                x = recurrence_slice(x, fold, source, s, largest, kind, noise_at, d_k, RECURRENCE_CAST, SHARED, CHAINED)
                 if not SHARED:
-                    if CHAINED:
-                        x = source[s]
-                    else:
-                        x = _cast(fold[s], s, largest, kind, seed, when, key, document, at_row, d_k, RECURRENCE_CAST)
-                    recurred += _readout(next_k[s], x, EXACT, PRECISION)
+                    recurred += readout(next_k[s], x, EXACT, PRECISION)
                 recurrence += (x,)
-                if slot >= 0:
-                    tl.store(recurrence_ptr + state + s * N, x, mask=inside)
+                store_slice(recurrence_ptr, state, s, x, slot, in_v, d_k, N)
             if LONG:
                 read = copy
         first, stop, kind, position, slot, origin = (
@@ -337,24 +333,24 @@ def _decayed_slice(
     L: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Slice s `[L, N]` of the keys or queries of piece p, tokens [first, stop): decayed ones with CHANNELS, else as they are."""
+    """Slice s `[L, N]` of the keys or queries of piece p, tokens [first, stop). With CHANNELS the decayed ones."""
     if CHANNELS:
-        x = _piece_slice(decayed_ptr + p * L * d_k, d_k, first - first, stop - first, s, d_k, N, L)
+        x = piece_slice(decayed_ptr + p * L * d_k, d_k, first - first, stop - first, s, d_k, N, L)
     else:
-        x = _piece_slice(x_ptr, stride, first, stop, s, d_k, N, L)
+        x = piece_slice(x_ptr, stride, first, stop, s, d_k, N, L)
     return x
 
 
 @triton.jit
 def _values(solve, error, PRECISION: tl.constexpr):
     """uᵀ `[BANDS, 16, L]` of the errors `[BANDS, L, 16]`."""
-    return tl.permute(_dot(_banded(solve, error.shape[0]), error, False, False, PRECISION), (0, 2, 1))
+    return tl.permute(product(banded(solve, error.shape[0]), error, False, False, PRECISION), (0, 2, 1))
 
 
 @triton.jit
 def _fold(state, values, end_k, gates, PRECISION: tl.constexpr, SLICES: tl.constexpr):
     fold = ()
     for s in tl.static_range(SLICES):
-        update = tl.reshape(_dot(values, _banded(end_k[s], values.shape[0]), False, False, PRECISION), state[s].shape)
+        update = tl.reshape(product(values, banded(end_k[s], values.shape[0]), False, False, PRECISION), state[s].shape)
         fold += (tl.fma(tl.zeros_like(update) + gates[s], state[s], update),)
     return fold

@@ -1,6 +1,6 @@
-"""The replay scan on a GPU: which rows run as one launch of the kernels of `scan_kernels` or `delta_kernels`, and on what tables.
+"""The replay scan on a GPU: which rows run as one launch, on which tables, and one launcher per kernel.
 
-Arithmetic and rounding are those of `scan` and `delta`; only the order of fp32 sums inside a product may differ.
+Arithmetic and rounding are those of the torch scan. Only the order of fp32 sums inside a product may differ.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,232 +9,303 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from replayssm_emulation import Scheme
-from replayssm_emulation.scheme import Copy
+from replayssm_emulation import Rule
 from torch import Tensor
 
-from .cast import cast_constants, spans_head
+from ..state import BatchRow, Group
 from .delta_kernels import delta_prepare_kernel, delta_window_kernel
 from .plain_kernels import prepare_kernel, window_kernel
+from .tiles import Specialisation, Tiles, delta_tiles, specialisation, token_tiles, window_tiles
 from .token_kernels import token_kernel
 
-if TYPE_CHECKING:
-    from ..torch_backend.plain import BatchRow, Group
-
 PIECE = 16  # tokens per piece: the smallest operand of a tensor-core product
-_WIDEST = 256
 VARIANTS: set[tuple] = set()  # what was asked of the compiler
 
 
-def specialisation(scheme: Scheme, d_v: int, d_k: int) -> tuple | None:
-    """What a kernel is compiled for, or None when it cannot run this scheme or head size."""
+class Piece(NamedTuple):
+    """A row of the table of pieces, in the order of `state_tiles.FIRST` to `ORIGIN`.
 
-    def constants(copy: Copy) -> tuple | None:
-        return cast_constants(copy.format, d_k, copy.rounding == "stochastic", scheme.noise_bits)
+    first, stop: tokens, counted from the first record. kind: 0 the window goes on, 1 unrounded fold, 2 rounded fold.
+    position: of the fold. slot: place of the fold and its copies, -1 if they are not kept. origin: 0, unknown to the
+    compiler.
+    """
 
-    recurrence = constants(scheme.recurrence)
-    read = constants(scheme.read) if scheme.read is not None else (False,) * 13
-    if recurrence is None or read is None or max(d_v, d_k) > _WIDEST:
-        return None
-    return recurrence, read, scheme.read is None, scheme.cast == "chained", scheme.flush_reads == "fold"
+    first: int
+    stop: int
+    kind: int = 0
+    position: int = 0
+    slot: int = -1
+    origin: int = 0
 
 
 @lru_cache(maxsize=1024)
 def _pieces(first: int, cuts: tuple[tuple[int, bool], ...], stop: int, device: torch.device) -> tuple[Tensor, bool]:
-    """(piece, LONG) of `window_kernel` for folds `cuts` in tokens [first, stop), counted from `first`.
-
-    What the last fold leaves is kept.
-    """
-    table: list[tuple[int, int, int, int, int, int]] = []
+    """(table, LONG) of `window_kernel` for folds `cuts` in tokens [first, stop). The last fold is kept."""
+    table: list[Piece] = []
     start, long = first, False
     for position, rounded in cuts:
         edges = [*range(start, position + 1, PIECE), position + 1]
         long |= len(edges) > 2
-        table += [(a - first, b - first, 0, 0, -1, 0) for a, b in pairwise(edges)]
-        table[-1] = (*table[-1][:2], 2 if rounded else 1, position, 0 if position == cuts[-1][0] else -1, 0)
+        table += [Piece(a - first, b - first) for a, b in pairwise(edges)]
+        slot = 0 if position == cuts[-1][0] else -1
+        table[-1] = table[-1]._replace(kind=2 if rounded else 1, position=position, slot=slot)
         start = position + 1
     edges = [*range(start, stop, PIECE), stop]
-    table += [(a - first, b - first, 0, 0, -1, 0) for a, b in pairwise(edges)]
+    table += [Piece(a - first, b - first) for a, b in pairwise(edges)]
     return torch.tensor(table, dtype=torch.int32, device=device), long or len(edges) > 2
 
 
 @lru_cache(maxsize=4096)
-def _numbers(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # A 64-bit seed fits int64 by its bit pattern.
+def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers as a tensor, copied once. A 64-bit seed fits int64 by its bit pattern."""
     return torch.tensor([v - (1 << 64) if v >= 1 << 63 else v for v in values], dtype=dtype, device=device)
 
 
-def _of(x: Tensor, index: Sequence[int]) -> Tensor:
-    """Rows of x: no copy if they are all, and no copy from the host, which a CUDA graph could not hold."""
-    return x if list(index) == list(range(len(x))) else x[_numbers(tuple(index), torch.int64, x.device)]
+def _select_rows(x: Tensor, index: Sequence[int]) -> Tensor:
+    """Rows of x. Returns x itself if all are selected. The index stays on the device: a CUDA graph can capture it."""
+    return x if list(index) == list(range(len(x))) else x[_on_device(tuple(index), torch.int64, x.device)]
 
 
-def _inner(x: Tensor) -> Tensor:
-    """x `[R, T, a, b]` with its last two axes contiguous; kernels take any stride of the others."""
+def _contiguous_tokens(x: Tensor) -> Tensor:
+    """x `[R, T, a, b]` with its last two axes contiguous. Kernels take any stride of the others."""
     return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """How a head of `[d_v, d_k]` is cut: `parts` programs of `height` rows, each of `slices` tiles `width` wide."""
+class Shape:
+    """Sizes of one scan: H heads of `[d_v, d_k]`, their keys shared in groups, over some tokens."""
 
-    height: int
-    width: int
-    slices: int
-    parts: int
-    warps: int
-    by_column: bool = False
-    registers: int | None = None  # a lower limit per thread lets more programs run at once
-    stages: int = 1  # 2 reads a piece ahead; Triton 3.6 cannot compile that for windows of several pieces
+    tokens: int
+    heads: int
+    groups: int
+    d_v: int
+    d_k: int
 
-
-def tiles_of(rounded: tuple, single: bool, d_v: int, d_k: int) -> Tiles:
-    """One program per head only where a scale spans it; a warp for every band of 16 rows. Measured: reports/performance/notes.md."""
-    per_head = any(spans_head(cast) for cast in rounded[:2])
-    block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
-    whole = max(block, triton.next_power_of_2(d_k))
-    rows = max(16, triton.next_power_of_2(d_v))
-    if single and not per_head:  # bound by noise: small programs, of which the first rounds of Philox stay in registers
-        width = max(block, min(whole, 32))
-        height = max(4, 128 // width)  # four elements a thread at least: none is held twice
-        return Tiles(height, width, -(-d_k // width), -(-d_v // height), 1, True)
-    noisy = any(cast[0] and cast[12] for cast in rounded[:2])
-    height = rows if per_head else 16 if noisy else min(rows, 32)
-    width = max(block, min(whole, 32 if single else 128 if noisy and not per_head else 64))
-    # What draws no noise waits for memory: read a piece ahead, more programs at once.
-    registers, stages = (None, 1) if noisy or per_head else (168, 2)
-    return Tiles(height, width, -(-d_k // width), -(-d_v // height), height // 16, False, registers, stages)
+    @property
+    def padded_d_k(self) -> int:
+        return max(16, triton.next_power_of_2(self.d_k))
 
 
-def delta_tiles_of(rounded: tuple, d_v: int, d_k: int) -> Tiles:
-    """Taller than those of the plain scan: every program of a head reads its keys and queries, wide ones in fp32."""
-    per_head = any(spans_head(cast) for cast in rounded[:2])
-    block = max(16, *(cast[7] if cast[0] else 0 for cast in rounded[:2]))
-    rows = max(16, triton.next_power_of_2(d_v))
-    height = rows if per_head else min(max(16, rows // 2), 64)
-    width = max(block, min(triton.next_power_of_2(d_k), 64 if per_head else 32))
-    return Tiles(height, width, -(-d_k // width), -(-d_v // height), height // 16)
+@dataclass(frozen=True)
+class GroupScan:
+    """The inputs that all launches of one group share.
 
-
-def _launches(
-    inputs: tuple[Tensor, ...], o: Tensor, group: "Group", rows: "Sequence[BatchRow]",
-    index: list[int], first: int, cuts: tuple[tuple[int, bool], ...], layer: int, delta: bool,
-) -> tuple[Tensor, list[tuple[bool, Callable[[], None]]]]:  # fmt: skip
-    """(fold, launches) that scan rows which share a schedule; one launch for rows that are compiled alike.
-
-    inputs: q, k `[R, T, G, d_k]`, v `[R, T, H, d_v]` of any float dtype, beta and log_decay fp32 `[R, T, H]`, with delta
-    log_decay also `[R, T, H, d_k]`; with o fp32 `[R, T, H, d_v]` tensors of the whole batch, of which row index[n] belongs to rows[n] and to the n-th copies of the group. first:
-    position of token 0. cuts: (position, rounded) of the folds. Every scheme must have a `specialisation`.
-    A launch writes its rows of o, replaces their copies and, if there are cuts, writes the newest fold `[rows, H, d_v, d_k]`;
-    True marks the slow ones, of single tokens.
+    q, k `[R, T, G, d_k]`, v `[R, T, H, d_v]` of any float dtype; beta fp32 `[R, T, H]`; decay like beta (log α), or α
+    `[R, T, H, d_k]` with channels; o fp32 `[R, T, H, d_v]`. Row index[n] of these tensors belongs to rows[n] and to the
+    n-th copies of the group. fold: `[rows, H, d_v, d_k]`, written. pieces: table of `_pieces`. single: every token
+    folds. exact: 16-bit inputs, which fit one TF32 operand.
     """
-    q, k, v = (_inner(x) for x in inputs[:3])
+
+    shape: Shape
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+    o: Tensor
+    fold: Tensor
+    group: Group
+    rows: Sequence[BatchRow]
+    index: list[int]
+    pieces: Tensor
+    long: bool
+    single: bool
+    layer: int
+    delta: bool
+    channels: bool
+    exact: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.v.device
+
+    def empty(self, *sizes: int) -> Tensor:
+        return torch.empty(*sizes, device=self.device)
+
+
+class Alike(NamedTuple):
+    """Rows of a group that are compiled alike. stored: the fold takes the u that the answers were made with."""
+
+    wanted: Specialisation
+    stored: bool
+    members: tuple[int, ...]
+
+
+def _precision() -> str:
+    return "ieee" if triton.knobs.runtime.interpret else "tf32x2"
+
+
+def _scan_group(
+    inputs: tuple[Tensor, ...], o: Tensor, group: Group, rows: Sequence[BatchRow], index: list[int], first: int,
+    cuts: tuple[tuple[int, bool], ...], layer: int, rule: Rule,
+) -> GroupScan:  # fmt: skip
+    """inputs: q, k, v, beta and log_decay. first: position of token 0. cuts: (position, rounded) of the folds."""
+    q, k, v = (_contiguous_tokens(x) for x in inputs[:3])
     beta, log_decay = (x.contiguous() for x in inputs[3:])
     tokens, heads, d_v = v.shape[1:]
-    groups, d_k = k.shape[2:]
-    device = v.device
-    exact = all(x.dtype in (torch.bfloat16, torch.float16) for x in ((q, k) if delta else (q, k, v)))
     channels = log_decay.ndim == 4
-    decay = log_decay.exp() if channels else log_decay  # once, not in every program that reads it
+    narrow = (q, k) if rule.delta else (q, k, v)
     assert o.is_contiguous()
-    piece, long = _pieces(first, cuts, first + tokens, device)
-    single = len(cuts) == tokens and all(rounded for _, rounded in cuts)
+    pieces, long = _pieces(first, cuts, first + tokens, v.device)
+    return GroupScan(
+        shape=Shape(tokens, heads, k.shape[2], d_v, k.shape[3]),
+        q=q, k=k, v=v, beta=beta, o=o,
+        decay=log_decay.exp() if channels else log_decay,  # once, not in every program that reads it
+        fold=torch.empty_like(group.recurrence),
+        group=group, rows=rows, index=index, pieces=pieces, long=long,
+        single=len(cuts) == tokens and all(rounded for _, rounded in cuts),
+        layer=layer, delta=rule.delta, channels=channels,
+        exact=all(x.dtype in (torch.bfloat16, torch.float16) for x in narrow),
+    )  # fmt: skip
+
+
+def _launches(scan: GroupScan) -> list[tuple[bool, Callable[[], None]]]:
+    """The launches of a group, one for rows that are compiled alike. True marks the slow ones, of single tokens.
+
+    A launch writes its rows of o, replaces their copies and, if there are cuts, writes the newest fold.
+    Every scheme must have a `specialisation`.
+    """
+    alike: dict[tuple[Specialisation, bool], list[int]] = {}
+    for place, row in enumerate(scan.rows):
+        wanted = specialisation(row.scheme, scan.shape.d_v, scan.shape.d_k)
+        assert wanted is not None, row.scheme
+        stored = scan.delta and row.scheme.read is not None and row.scheme.fold == "stored"
+        alike.setdefault((wanted, stored), []).append(place)
     # Single tokens read q and k for every part of d_v: converting them here spares that kernel a sixteenth of its work.
-    full = (q.float(), k.float()) if single else (q, k)
-    alike: dict[tuple[tuple, bool], list[int]] = {}
-    for place, row in enumerate(rows):
-        found = specialisation(row.scheme, d_v, d_k)
-        assert found is not None, row.scheme
-        alike.setdefault((found, delta and row.scheme.read is not None and row.scheme.fold == "stored"), []).append(
-            place
-        )
-    precision = "ieee" if triton.knobs.runtime.interpret else "tf32x2"
-    fold = torch.empty_like(group.recurrence)
+    full = (scan.q.float(), scan.k.float()) if scan.single else (scan.q, scan.k)
+    launches: list[tuple[bool, Callable[[], None]]] = []
+    for (wanted, stored), members in alike.items():
+        rows = Alike(wanted, stored, tuple(members))
+        if scan.single and wanted.reads_fold:
+            launches.append((True, partial(_launch_tokens, scan, rows, *full)))
+        else:
+            windows = _launch_delta_windows if scan.delta else _launch_plain_windows
+            launches.append((False, partial(windows, scan, rows)))
+    return launches
 
-    def launch(found: tuple, stored: bool, members: list[int], by_token: bool) -> None:
-        recurrence_cast, read_cast, shared, chained, reads_fold = found
-        at = _numbers(tuple(index[m] for m in members), torch.int32, device)
-        place = _numbers(tuple(members), torch.int32, device)
-        seed = _numbers(tuple(rows[m].seed for m in members), torch.int64, device)
-        document = _numbers(tuple(rows[m].document for m in members), torch.int64, device)
-        padding = (
-            _numbers(tuple(rows[m].padding for m in members), torch.int32, device)
-            if group.lag is None
-            else _of(group.lag, members)
-        )
-        tiles = delta_tiles_of(found, d_v, d_k) if delta and not by_token else tiles_of(found, by_token, d_v, d_k)
-        grid = (heads, len(members), tiles.parts)
-        queries, keys = full if by_token else (q, k)
-        strides = (queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1))
-        common = (group.recurrence, group.read, fold, at, place, seed, document, padding, piece, len(piece))
-        shape = (
-            *strides,
-            v.stride(0),
-            v.stride(1),
-            tokens,
-            layer,
-            heads,
-            groups,
-            d_v,
-            d_k,
-            tiles.height,
-            tiles.width,
-            tiles.slices,
-        )
-        casts = {"RECURRENCE_CAST": recurrence_cast, "READ_CAST": read_cast, "SHARED": shared, "CHAINED": chained}
-        options = {
-            "num_warps": tiles.warps,
-            "maxnreg": tiles.registers,
-            "num_stages": 1 if long else tiles.stages,
-            "enable_fp_fusion": False,
-        }
-        if by_token:
-            VARIANTS.add(("token", found, d_v, d_k, v.dtype, delta, channels))
-            _start(
-                token_kernel, grid, queries, keys, v, beta, decay, o, *common, *shape, **casts, BY_COLUMN=tiles.by_column, DELTA=delta,
-                CHANNELS=channels, **options,
-            )  # fmt: skip
-            return
-        if delta:
-            what = (channels, d_v, d_k, q.dtype, v.dtype)
-            VARIANTS.update({("delta prepare", channels, d_k, q.dtype), ("delta window", found, stored, *what, long)})
-            solve, mix = (torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device) for _ in range(2))
-            made: list[Tensor | None] = [None] * 6
-            if channels:
-                made[2:5] = (torch.empty(len(members), heads, len(piece), PIECE, d_k, device=device) for _ in range(3))
-                made[5] = torch.empty(len(members), heads, len(piece), 2, d_k, device=device)
-            else:
-                made[:2] = (torch.empty(len(members), len(piece), heads, PIECE, device=device) for _ in range(2))
-            whole = max(16, triton.next_power_of_2(d_k))
-            _start(
-                delta_prepare_kernel, (len(piece), len(members), groups), q, k, beta, decay, solve, mix, *made, at, piece, *strides,
-                tokens, heads, groups, d_k, whole, min(whole, 32), PIECE, channels, exact, precision,
-                num_warps=1, num_stages=1, maxnreg=168, enable_fp_fusion=False,
-            )  # fmt: skip
-            _start(
-                delta_window_kernel, grid, q, k, v, o, solve, mix, *made, *common, *shape, PIECE, **casts, READS_FOLD=reads_fold,
-                STORED=stored, CHANNELS=channels, LONG=long, EXACT=exact and not channels, PRECISION=precision, **options,
-            )  # fmt: skip
-            return
-        VARIANTS.update({("prepare", d_k, q.dtype), ("window", found, d_v, d_k, v.dtype, long)})
-        mix = torch.empty(len(members), len(piece), heads, PIECE, PIECE, device=device)
-        from_start, to_end = (torch.empty(len(members), len(piece), heads, PIECE, device=device) for _ in range(2))
-        _start(
-            prepare_kernel, (len(piece), len(members), groups), q, k, beta, log_decay, mix, from_start, to_end, at, piece, *strides, tokens, heads, groups,
-            d_k, max(16, triton.next_power_of_2(d_k)), PIECE, exact, precision, enable_fp_fusion=False,
-        )  # fmt: skip
-        _start(
-            window_kernel, grid, q, k, v, o, mix, from_start, to_end, *common, *shape, PIECE,
-            **casts, READS_FOLD=reads_fold, LONG=long, EXACT=exact, PRECISION=precision, **options,
-        )  # fmt: skip
 
-    return fold, [
-        (b, partial(launch, *how, members, b)) for how, members in alike.items() for b in [single and how[0][-1]]
-    ]
+def _strides(q: Tensor, k: Tensor) -> dict[str, int]:
+    return {"q_row": q.stride(0), "q_token": q.stride(1), "k_row": k.stride(0), "k_token": k.stride(1)}
+
+
+def _at(scan: GroupScan, members: tuple[int, ...]) -> Tensor:
+    """The batch row of every member."""
+    return _on_device(tuple(scan.index[m] for m in members), torch.int32, scan.device)
+
+
+def _walk(scan: GroupScan, alike: Alike, tiles: Tiles, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """The arguments of every kernel that walks along the tokens with the copies in registers."""
+    members, group, shape, wanted = alike.members, scan.group, scan.shape, alike.wanted
+    rows = [scan.rows[m] for m in members]
+
+    def numbers(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return _on_device(tuple(values), dtype, scan.device)
+
+    if group.lag is None:
+        padding = numbers([row.padding for row in rows], torch.int32)
+    else:
+        padding = _select_rows(group.lag, members)
+    return {
+        "q_ptr": q, "k_ptr": k, "v_ptr": scan.v, "o_ptr": scan.o,
+        "recurrence_ptr": group.recurrence, "read_ptr": group.read, "fold_ptr": scan.fold,
+        "row_ptr": _at(scan, members), "place_ptr": numbers(members, torch.int32),
+        "seed_ptr": numbers([row.seed for row in rows], torch.int64),
+        "document_ptr": numbers([row.document for row in rows], torch.int64), "padding_ptr": padding,
+        "piece_ptr": scan.pieces, "pieces": len(scan.pieces),
+        **_strides(q, k), "v_row": scan.v.stride(0), "v_token": scan.v.stride(1),
+        "tokens": shape.tokens, "layer": scan.layer, "heads": shape.heads, "groups": shape.groups,
+        "d_v": shape.d_v, "d_k": shape.d_k, "D_V": tiles.height, "N": tiles.width, "SLICES": tiles.slices,
+        "RECURRENCE_CAST": wanted.recurrence, "READ_CAST": wanted.read,
+        "SHARED": wanted.shared, "CHAINED": wanted.chained,
+        "num_warps": tiles.warps, "maxnreg": tiles.registers, "num_stages": 1 if scan.long else tiles.stages,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+def _grid(scan: GroupScan, alike: Alike, tiles: Tiles) -> tuple[int, int, int]:
+    return scan.shape.heads, len(alike.members), tiles.parts
+
+
+def _launch_tokens(scan: GroupScan, alike: Alike, q: Tensor, k: Tensor) -> None:
+    shape = scan.shape
+    tiles = token_tiles(alike.wanted, shape.d_v, shape.d_k)
+    VARIANTS.add(("token", alike.wanted, shape.d_v, shape.d_k, scan.v.dtype, scan.delta, scan.channels))
+    _start(
+        token_kernel, _grid(scan, alike, tiles), **_walk(scan, alike, tiles, q, k), beta_ptr=scan.beta,
+        decay_ptr=scan.decay, BY_COLUMN=tiles.by_column, DELTA=scan.delta, CHANNELS=scan.channels,
+    )  # fmt: skip
+
+
+def _prepare(scan: GroupScan, members: tuple[int, ...]) -> dict[str, Any]:
+    """The arguments of both kernels that prepare the pieces."""
+    shape = scan.shape
+    return {
+        "q_ptr": scan.q, "k_ptr": scan.k, "beta_ptr": scan.beta, "decay_ptr": scan.decay,
+        "row_ptr": _at(scan, members), "piece_ptr": scan.pieces, **_strides(scan.q, scan.k),
+        "tokens": shape.tokens, "heads": shape.heads, "groups": shape.groups, "d_k": shape.d_k, "D_K": shape.padded_d_k,
+        "L": PIECE, "EXACT": scan.exact, "PRECISION": _precision(), "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+def _launch_plain_windows(scan: GroupScan, alike: Alike) -> None:
+    shape, members = scan.shape, alike.members
+    dtype = scan.v.dtype
+    VARIANTS.update(
+        {("prepare", shape.d_k, scan.q.dtype), ("window", alike.wanted, shape.d_v, shape.d_k, dtype, scan.long)}
+    )
+    made = _launch_prepare(scan, members)
+    tiles = window_tiles(alike.wanted, shape.d_v, shape.d_k)
+    _start(
+        window_kernel, _grid(scan, alike, tiles), **_walk(scan, alike, tiles, scan.q, scan.k), **made, L=PIECE,
+        READS_FOLD=alike.wanted.reads_fold, LONG=scan.long, EXACT=scan.exact, PRECISION=_precision(),
+    )  # fmt: skip
+
+
+def _launch_prepare(scan: GroupScan, members: tuple[int, ...]) -> dict[str, Tensor]:
+    """What `prepare_kernel` makes for `window_kernel`, by the names of their arguments."""
+    pieces, heads = len(scan.pieces), scan.shape.heads
+    made = {
+        "mix_ptr": scan.empty(len(members), pieces, heads, PIECE, PIECE),
+        "from_start_ptr": scan.empty(len(members), pieces, heads, PIECE),
+        "to_end_ptr": scan.empty(len(members), pieces, heads, PIECE),
+    }
+    _start(prepare_kernel, (pieces, len(members), scan.shape.groups), **_prepare(scan, members), **made)
+    return made
+
+
+def _launch_delta_windows(scan: GroupScan, alike: Alike) -> None:
+    shape, members, channels = scan.shape, alike.members, scan.channels
+    window = (alike.wanted, alike.stored, channels, shape.d_v, shape.d_k, scan.q.dtype, scan.v.dtype, scan.long)
+    VARIANTS.update({("delta prepare", channels, shape.d_k, scan.q.dtype), ("delta window", *window)})
+    made = _launch_delta_prepare(scan, members)
+    tiles = delta_tiles(alike.wanted, shape.d_v, shape.d_k)
+    _start(
+        delta_window_kernel, _grid(scan, alike, tiles), **_walk(scan, alike, tiles, scan.q, scan.k), **made, L=PIECE,
+        READS_FOLD=alike.wanted.reads_fold, STORED=alike.stored, CHANNELS=channels, LONG=scan.long,
+        EXACT=scan.exact and not channels, PRECISION=_precision(),
+    )  # fmt: skip
+
+
+def _launch_delta_prepare(scan: GroupScan, members: tuple[int, ...]) -> dict[str, Tensor | None]:
+    """What `delta_prepare_kernel` makes for `delta_window_kernel`, by the names of their arguments."""
+    count, pieces, heads, d_k = len(members), len(scan.pieces), scan.shape.heads, scan.shape.d_k
+    made: dict[str, Tensor | None] = {
+        name: scan.empty(count, pieces, heads, PIECE, PIECE) for name in ("solve_ptr", "mix_ptr")
+    }
+    for name in ("from_start_ptr", "to_end_ptr"):
+        made[name] = None if scan.channels else scan.empty(count, pieces, heads, PIECE)
+    for name in ("start_q_ptr", "start_k_ptr", "end_k_ptr"):
+        made[name] = scan.empty(count, heads, pieces, PIECE, d_k) if scan.channels else None
+    made["gate_ptr"] = scan.empty(count, heads, pieces, 2, d_k) if scan.channels else None
+    _start(
+        delta_prepare_kernel, (pieces, count, scan.shape.groups), **_prepare(scan, members), **made,
+        N=min(scan.shape.padded_d_k, 32), CHANNELS=scan.channels, num_warps=1, num_stages=1, maxnreg=168,
+    )  # fmt: skip
+    return made
 
 
 _compile_only = False
@@ -284,15 +355,16 @@ def _run_side_by_side(launches: list[tuple[bool, Callable[[], None]]], device: t
 
 
 def scan_groups(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: "Sequence[Group]", rows: "Sequence[BatchRow]",
-    start: int, layer: int, delta: bool,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, o: Tensor, groups: Sequence[Group],
+    rows: Sequence[BatchRow], start: int, layer: int, rule: Rule,
 ) -> None:  # fmt: skip
-    """The next T tokens of every group, from position `start`: `scan._scan_group` on the device.
+    """The next T tokens of every group, from position `start`: the device's form of `torch_backend.groups.scan_group`.
 
     Shapes as in `replay_scan`. Writes o; updates copies, records and counts of the groups.
     """
     stop = start + v.shape[1]
-    finish, launches = [], []
+    launches: list[tuple[bool, Callable[[], None]]] = []
+    finish = []
     for group in groups:
         members = [rows[r] for r in group.rows]
         pending = group.records[0].shape[1]
@@ -302,31 +374,33 @@ def scan_groups(
         if pending:
             records = (q.new_zeros(len(index), pending, *q.shape[2:]), *group.records)
             inputs = tuple(
-                torch.cat([old, _of(x, index).to(old.dtype)], dim=1) for old, x in zip(records, inputs, strict=True)
+                torch.cat([old, _select_rows(x, index).to(old.dtype)], dim=1)
+                for old, x in zip(records, inputs, strict=True)
             )
             index, target = list(range(len(index))), torch.full(inputs[2].shape, torch.nan, device=o.device)
-        fold, work = _launches(inputs, target, group, members, index, first, cuts, layer, delta)
-        launches += work
-        finish.append(
-            (group, members, inputs, index, target, fold, cuts, pending, stop - (cuts[-1][0] + 1 if cuts else first))
-        )
+        scan = _scan_group(inputs, target, group, members, index, first, cuts, layer, rule)
+        launches += _launches(scan)
+        tail = stop - (cuts[-1][0] + 1 if cuts else first)
+        finish.append((scan, inputs, cuts, pending, tail))
     _run_side_by_side(launches, v.device)
-    for group, members, inputs, index, target, fold, cuts, pending, tail in finish:
+    for scan, inputs, cuts, pending, tail in finish:
+        group = scan.group
         if pending:
-            o[_numbers(tuple(group.rows), torch.int64, o.device)] = target[:, pending:]
-        group.records = tuple(_of(x, index)[:, x.shape[1] - tail :].clone() for x in inputs[1:])
-        if rounded := sum(r for _, r in cuts):
-            assert cuts[-1][1], "a fold is not rounded only in a prompt, and that comes first"
-            group.flushes += rounded
-            chained, shared = (
-                _numbers(tuple(flags), torch.bool, v.device)
-                for flags in (
-                    [row.scheme.cast == "chained" for row in members],
-                    [row.scheme.read is None for row in members],
-                )
-            )
-            source = torch.where(chained.view(-1, 1, 1, 1), group.recurrence, fold)
-            group.changed[:, 0] += (group.recurrence != fold).flatten(1).any(1)
-            group.changed[:, 1] += (group.read != source).flatten(1).any(1) & ~shared
-            held = fold != 0
-            group.zeroed = (held & (group.read == 0)).flatten(1).sum(1) / held.flatten(1).sum(1).clamp(min=1)
+            o[_on_device(tuple(group.rows), torch.int64, o.device)] = scan.o[:, pending:]
+        group.records = tuple(_select_rows(x, scan.index)[:, x.shape[1] - tail :].clone() for x in inputs[1:])
+        if any(rounded for _, rounded in cuts):
+            _count(scan, cuts)
+
+
+def _count(scan: GroupScan, cuts: tuple[tuple[int, bool], ...]) -> None:
+    """Adds the rounded folds to the group's counts; looks at the newest one, whose copies are there."""
+    assert cuts[-1][1], "a fold is not rounded only in a prompt, and that comes first"
+    group, fold = scan.group, scan.fold
+    group.flushes += sum(rounded for _, rounded in cuts)
+    chained = _on_device(tuple(row.scheme.cast == "chained" for row in scan.rows), torch.bool, scan.device)
+    shared = _on_device(tuple(row.scheme.read is None for row in scan.rows), torch.bool, scan.device)
+    source = torch.where(chained.view(-1, 1, 1, 1), group.recurrence, fold)
+    group.changed[:, 0] += (group.recurrence != fold).flatten(1).any(1)
+    group.changed[:, 1] += (group.read != source).flatten(1).any(1) & ~shared
+    held = fold != 0
+    group.zeroed = (held & (group.read == 0)).flatten(1).sum(1) / held.flatten(1).sum(1).clamp(min=1)

@@ -1,13 +1,13 @@
-"""Every row's next-token distribution against row 0's as one Triton kernel: a program per row and token reads the logits once.
+"""Every row's next-token distribution against row 0's. One Triton kernel, a program per row and token.
 
-With d = row's logit - row 0's - c, p row 0's softmax and any constant c (a shift of all logits changes no distribution):
+With d = row's logit - row 0's - c, p row 0's softmax, any constant c (a shift of all logits changes no distribution):
 
     D = Σ p·d,   G = Σ p·(exp(d) - 1 - d),   L = log Σ p·exp(d) = log1p(G + D),   KL = L - D
 
-Every term of G is at least 0, from its series where d is small, so that the error is relative to KL, near fp32's however small it
-is, and 0 where the rows differ by a constant. c is d of row 0's likeliest token, whose own terms then vanish: what is left has the
-size of KL even when that token has nearly all the mass. Where G + |D| > 1, L is the difference of the rows' own normalisers, with
-an absolute error.
+Every term of G is at least 0 and comes from its series where d is small. So the error is relative to KL, near fp32's
+however small KL is, and KL is 0 where the rows differ by a constant. c is d of row 0's likeliest token, whose own terms
+then vanish. The rest has the size of KL even when that token has nearly all the mass. Where G + |D| > 1, L is the
+difference of the rows' own normalisers, with an absolute error.
 """
 
 import torch
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Logits per step of a program, and its warps: with 4 logits per thread (78 registers on Hopper) three programs share a processor.
+# Logits per step of a program, and its warps. With 4 logits per thread (78 registers on Hopper) a processor holds three
+# programs.
 CHUNK, WARPS = 1024, 8
 _HUGE = tl.constexpr(1e30)  # differences from here on only say that a token is suppressed; V of them can be summed
 
@@ -35,8 +36,8 @@ def _excess(w, e, d):
 def _compare_kernel(logits_ptr, target_ptr, sum_ptr, top1_ptr, rows, tokens, vocab, CHUNK: tl.constexpr):
     """logits `[R, T, V]`, target int64 `[T]`; sums fp32 `[10, R, T]` in the order stored below, top1 int32 `[R, T]`.
 
-    Sums are relative to the maximum so far, per lane, and rescaled when it grows. A maximum on the device may ignore NaN: a
-    logit that is NaN or +inf counts as -inf in every maximum, and as NaN in the sum of its row's weights.
+    Sums are relative to the maximum so far, per lane, and rescaled when it grows. A maximum on the device may ignore
+    NaN; a logit that is NaN or +inf counts as -inf in every maximum, and as NaN in the sum of its row's weights.
     """
     # Rows of one token run side by side: row 0's logits come from the cache.
     row = (tl.program_id(0) % rows).to(tl.int64)
@@ -52,8 +53,8 @@ def _compare_kernel(logits_ptr, target_ptr, sum_ptr, top1_ptr, rows, tokens, voc
     barred = zeros + float("-inf")  # row 0's largest logit among the tokens that this row excludes
     zero = tl.sum(zeros, axis=0)  # numbers that the loop can replace
     top, top_0, top1 = zero + float("-inf"), zero + float("-inf"), tl.program_id(0) * 0
-    # This row's logit of row 0's likeliest token so far, relative to row 0's and absolute. Before there is one, whatever this row
-    # does not exclude overflows `excess`, which then is not used.
+    # This row's logit of row 0's likeliest token so far, relative to row 0's and absolute. Before that, whatever this
+    # row does not exclude overflows `excess`, which then is not used.
     c, pivot = zero, zero - _HUGE
 
     for start in range(0, vocab, CHUNK):
@@ -72,13 +73,14 @@ def _compare_kernel(logits_ptr, target_ptr, sum_ptr, top1_ptr, rows, tokens, voc
             )  # not where one row suppresses the token: c would swallow what differs
             new_c = tl.where(usable, there - high, 0.0)
             new_pivot = tl.where(usable, there, high)
-            # exp(d + a) - 1 - (d + a) = exp(a)·(exp(d) - 1 - d) + (exp(a) - 1)·d + (exp(a) - 1 - a), times the new scale.
+            # exp(d + a) - 1 - (d + a) = exp(a)·(exp(d) - 1 - d) + (exp(a) - 1)·d + (exp(a) - 1 - a), all rescaled
             begun = top_0 > float("-inf")
             a = tl.where(begun, c - new_c, 0.0)
             scale = tl.exp(tl.where(begun, top_0 - high, 0.0))
             grow = tl.exp(pivot - new_pivot)
             bend = _excess(scale, grow, a)
-            # What is left of tokens that this row suppresses is lost in a large sum when exp(a) is large, too: then it is not used.
+            # Tokens that this row suppresses lose their rest in a large sum when exp(a) is large, too. It is not used
+            # then.
             excess = tl.where(excess > tl.where(a > 4.0, 64.0, float("inf")), float("inf"), excess)
             excess = tl.where(excess == 0.0, 0.0, grow * excess) + (bend + scale * a) * moved + bend * weight
             moved = scale * (moved + a * weight)
@@ -128,10 +130,10 @@ def compare_logits_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(kl, top1, nll, entropy) `[R, T]` on the device, without waiting for it: fp32, top1 int32.
 
-    logits: `[R, T, V]` contiguous, any float dtype, compared in fp32; targets: int64 `[T]`, -1 where there is no next token.
-    Special cases are those of `replayssm_eval.metrics.compare_logits`, in whose notation a KL of NaN says "undefined". top1 is
-    the lowest index among the likeliest. fp32's range shows only in D: probabilities of row 0 below 1e-38 of its largest count
-    as 0 there, differences beyond 1e30 as 1e30. A tiny KL may come out below 0 by its error, as in float64.
+    logits: `[R, T, V]` contiguous, any float dtype, compared in fp32. targets: int64 `[T]`, -1 for no next token.
+    Special cases are those of `replayssm_eval.kl.metrics.compare_logits`: a KL of NaN says "undefined". top1 is the
+    lowest index among the likeliest. fp32's range shows only in D: probabilities of row 0 below 1e-38 of its largest
+    count as 0 there, differences beyond 1e30 as 1e30. A tiny KL may come out below 0 by its error, as in float64.
     """
     rows, tokens, vocab = logits.shape
     assert logits.is_contiguous()
@@ -147,7 +149,8 @@ def compare_logits_triton(
         weight.log(),
         own.log(),
     )  # a row's normaliser is its top plus this, which huge logits would swallow
-    # The error of log1p(g + d) is fp32's times (g + |d|) / (1 + g + d), that of the sums themselves fp32's. g may have overflowed.
+    # The error of log1p(g + d) is fp32's times (g + |d|) / (1 + g + d). The sums have fp32's error. g may have
+    # overflowed.
     shift = torch.where(g + d.abs() <= 1, torch.log1p(g + d), top - pivot + log_own - log_weight)
     kl = torch.where(torch.exp(barred - top_0 - log_weight) > 0, torch.inf, shift - d)
     undefined = ~(own > 0)

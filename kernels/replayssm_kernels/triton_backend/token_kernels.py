@@ -1,10 +1,10 @@
-"""Device code of the replay scan where every window is one token: no matrix products, and rounding is nearly all of the work."""
+"""Device code of the scan where every window is one token: no matrix products; rounding is nearly all of the work."""
 
 import triton
 import triton.language as tl
 
 from .cast import cast_slice, has_short_cast, ordinary
-from .plain_kernels import _largest, _noise, _state, _store_state
+from .state_tiles import POSITION, cast_noise, largest_magnitudes, state_offsets, store_state
 
 
 @triton.jit(do_not_specialize=["pieces", "tokens", "layer"])
@@ -13,13 +13,14 @@ def token_kernel(
     row_ptr, place_ptr, seed_ptr, document_ptr, padding_ptr, piece_ptr, pieces,
     q_row, q_token, k_row, k_token, v_row, v_token, tokens, layer, heads, groups,
     d_v: tl.constexpr, d_k: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr,
-    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr, BY_COLUMN: tl.constexpr,
+    RECURRENCE_CAST: tl.constexpr, READ_CAST: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     DELTA: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """`window_kernel` where every piece is one token that reads its rounded fold, so that the read copy is never read.
 
-    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads. DELTA: the delta rule;
-    CHANNELS: with α `[R, T, H, d_k]` for decay instead of log α `[R, T, H]`.
+    BY_COLUMN: threads lie along d_v first, so that sums and maxima over a row stay in few threads. DELTA: the delta
+    rule. CHANNELS: with α `[R, T, H, d_k]` for decay instead of log α `[R, T, H]`.
     """
     head, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(row_ptr + member).to(tl.int64)
@@ -38,13 +39,13 @@ def token_kernel(
     recurrence = ()
     for s in tl.static_range(SLICES):
         recurrence += (_load_rows(recurrence_ptr + state, d_k, i, in_v, s, d_k, N, BY_COLUMN, WHOLE),)
-    at = _state(0, place, heads, head, i, d_v, d_k, N)
+    at = state_offsets(0, place, heads, head, i, d_v, d_k, N)
     v_ptr += row * v_row + head * d_v + i
     o_ptr += (row * tokens * heads + head) * d_v + i
     beta_ptr += row * tokens * heads + head
     channels = d_k if CHANNELS else 1
     decay_ptr += (row * tokens * heads + head) * channels
-    first = tl.load(piece_ptr + 3) - padding  # position of the first token's noise
+    first = tl.load(piece_ptr + POSITION) - padding  # position of the first token's noise
     decay, beta, v = tl.load(decay_ptr), tl.load(beta_ptr), tl.load(v_ptr, mask=in_v, other=0.0)
     for p in range(pieces):
         unknown = (0 * pieces + p) >> 30  # zero, but the compiler does not know: see below
@@ -53,7 +54,7 @@ def token_kernel(
         noise = ()
         if SHORT:  # drawn here, it fills the time in which q and k arrive
             for s in tl.static_range(SLICES):
-                noise += (_noise(seed, when, key, document, at_row, s, d_k, D_V, N, RECURRENCE_CAST, True),)
+                noise += (cast_noise(seed, when, key, document, at_row, s, d_k, D_V, N, RECURRENCE_CAST, True),)
         gate, strength, u = tl.exp(decay), beta, v.to(tl.float32)
         fold, terms = (), tl.zeros_like(recurrence[0])
         if DELTA:
@@ -98,12 +99,12 @@ def token_kernel(
                 for s in tl.static_range(SLICES):
                     recurrence += (cast_slice(fold[s], noise[s], bits, True, RECURRENCE_CAST),)
             else:
-                # Rare: one element decides, and the other slices still go the short way. Made of the unknown zero, so that
-                # the compiler computes nothing of it ahead of the branch, for both ways.
+                # Rare: one element decides, and the other slices still go the short way. The unknown zero keeps the
+                # compiler from computing any of it ahead of the branch, for both ways.
                 hidden = ()
                 for s in tl.static_range(SLICES):
                     hidden += ((fold[s].to(tl.int32, bitcast=True) ^ unknown).to(tl.float32, bitcast=True),)
-                bits = _largest(hidden, 2, RECURRENCE_CAST, SLICES)
+                bits = largest_magnitudes(hidden, 2, RECURRENCE_CAST, SLICES)
                 recurrence = ()
                 for s in tl.static_range(SLICES):
                     if ordinary(largest, tl.min(tl.abs(hidden[s]), axis=1), RECURRENCE_CAST):
@@ -114,21 +115,21 @@ def token_kernel(
         else:
             recurrence = _cast_token(fold, seed, when, key, document, at_row, d_k, RECURRENCE_CAST, SLICES, BY_COLUMN)
         if pieces == p + 1:
-            _store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
+            store_state(fold_ptr + at, fold, in_v, d_k, N, SLICES)
             if not SHARED:
                 source = recurrence if CHAINED else fold
                 read = _cast_token(source, seed, when, key | 1, document, at_row, d_k, READ_CAST, SLICES, BY_COLUMN)
-                _store_state(read_ptr + at, read, in_v, d_k, N, SLICES)
-    _store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
+                store_state(read_ptr + at, read, in_v, d_k, N, SLICES)
+    store_state(recurrence_ptr + at, recurrence, in_v, d_k, N, SLICES)
     if SHARED:
-        _store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
+        store_state(read_ptr + at, recurrence, in_v, d_k, N, SLICES)
 
 
 @triton.jit
 def _load_rows(
     base, stride, i, in_v, s, d_k: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all of them. WHOLE: nothing lies outside."""
+    """Slice s `[D_V, N]` of rows i of a matrix, or with stride 0 of one row for all. WHOLE: nothing lies outside."""
     if BY_COLUMN:
         # With the vectors of 4 on an axis of their own, threads are laid along d_v before d_k.
         j = 0 * i[:, None, None] + 4 * tl.arange(0, N // 4)[None, :, None] + tl.arange(0, 4)[None, None, :] + s * N
@@ -158,11 +159,13 @@ def _cast_token(
     BY_COLUMN: tl.constexpr,
 ):
     """A copy as it reads back."""
-    if CAST[0]:
-        largest = _largest(x, 2, CAST, SLICES)
+    if CAST.lossy:
+        largest = largest_magnitudes(x, 2, CAST, SLICES)
         stored = ()
         for s in tl.static_range(SLICES):
-            noise = _noise(seed, position, key, document, origin, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN)
+            noise = cast_noise(
+                seed, position, key, document, origin, s, d_k, x[s].shape[0], x[s].shape[1], CAST, BY_COLUMN
+            )
             stored += (cast_slice(x[s], noise, largest, False, CAST),)
     else:
         stored = x
