@@ -79,6 +79,7 @@ def rows(folder, task=TASK):
     ]
 
 
+@pytest.mark.slow
 def test_every_arm_answers_every_document(tiny, tmp_path) -> None:
     folders = run_accuracy(AccuracyOptions(**SHORT), tmp_path / "out", loaded=tiny)
     assert list(folders) == ["reference", "control", "nvfp4@5"]
@@ -95,6 +96,7 @@ def test_every_arm_answers_every_document(tiny, tmp_path) -> None:
     assert [row["prompt_hash"] for row in reference] == [row["prompt_hash"] for row in scheme]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(tiny, tmp_path) -> None:
     options = AccuracyOptions(**SHORT)
     whole = run_accuracy(options, tmp_path / "whole", loaded=tiny)
@@ -113,6 +115,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tiny, tmp_path) -> None:
         ).read_bytes()
 
 
+@pytest.mark.slow
 def test_answers_of_other_options_are_not_mixed_in(tiny, tmp_path) -> None:
     run_accuracy(AccuracyOptions(**{**SHORT, "limit": 2}), tmp_path / "out", loaded=tiny)
     run_accuracy(
@@ -283,6 +286,7 @@ def test_thinking_from_the_reply_to_the_table(tiny, tmp_path, canned) -> None:
     assert "thinking included" in (tmp_path / "table" / "quartiles.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_control_answers_in_another_batch(tmp_path, monkeypatch) -> None:
     """T3: greedy answers of the testbed, which reads its state, in a batch of 4 and one by one; then with rounded states."""
     options = AccuracyOptions(schemes=["nvfp4-rn@5"], limit=4, batch_size=4, max_gen_toks=24)
@@ -341,6 +345,7 @@ def test_defaults_follow_the_model(arguments, model, tasks, limit, monkeypatch, 
     assert caught.value.code == 130
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_the_quartile_table(tiny, tmp_path, monkeypatch, capsys) -> None:
     from replayssm_eval.accuracy import run as accuracy
     from replayssm_eval.cli import main as cli

@@ -21,7 +21,8 @@ def nemotron_h(pattern: str = "M-M*", dtype: torch.dtype = torch.float32) -> Nem
     torch.manual_seed(0)
     config = NemotronHConfig(
         vocab_size=VOCAB, hidden_size=64, hybrid_override_pattern=pattern, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, mamba_num_heads=6, mamba_head_dim=80, ssm_state_size=48, n_groups=3, chunk_size=32,
+        num_key_value_heads=2, head_dim=16, mamba_num_heads=6, mamba_head_dim=80, ssm_state_size=48, n_groups=3,
+        chunk_size=32,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
     )  # fmt: skip
     return strong_states(NemotronHForCausalLM(config).to(dtype).eval())
@@ -33,7 +34,8 @@ def tiny_nemotron_h() -> NemotronHForCausalLM:
     torch.manual_seed(0)
     config = NemotronHConfig(
         vocab_size=VOCAB, hidden_size=16, hybrid_override_pattern="MM*", intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=10, ssm_state_size=12, n_groups=1, chunk_size=32,
+        num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=10, ssm_state_size=12, n_groups=1,
+        chunk_size=32,
     )  # fmt: skip
     return strong_states(NemotronHForCausalLM(config).eval())
 
@@ -62,7 +64,7 @@ def mamba1() -> MambaForCausalLM:
 
 @torch.no_grad()
 def strong_states(model):
-    """Random weights leave the states nearly unused: scale the inputs of the mixers so that the logits depend on them."""
+    """Random weights leave the states nearly unused. Scaled inputs make the logits depend on the states."""
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.in_proj.weight.mul_(8)
@@ -76,8 +78,10 @@ def token_ids(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def delta_inputs(channels: bool, tokens: int, strong: bool, heads: int, groups: int, d_v: int, d_k: int, seed: int):
-    """q, k, v, beta and log-decay of the delta rule, without a row axis: unit keys, as the models make them; with `strong`, gates of
-    log-decay -5 beside gates of -0.01."""
+    """q, k, v, beta and log-decay of the delta rule, without a row axis. Keys have length 1, as in the models.
+
+    strong: some gates have log-decay -5, the others -0.01.
+    """
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.nn.functional.normalize(torch.randn(tokens, groups, d_k, generator=g), dim=-1) for _ in range(2))
     v = torch.randn(tokens, heads, d_v, generator=g)

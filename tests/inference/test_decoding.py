@@ -130,6 +130,7 @@ def tiny_bamba() -> BambaForCausalLM:
     ],
     ids=["leaving", "together", "single-tokens"],
 )
+@pytest.mark.interpreter
 def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
     """CUDA graphs on a GPU, the same steps run as they are elsewhere: left-padded rows get the scores of steps one by one, also when
     rows have left the batch and caches have grown; bit for bit their copies, if the batches were the same."""
@@ -185,6 +186,7 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
             assert {**found, "serial": 0} == {**replayed_facts["layers"][layer], "serial": 0}
 
 
+@pytest.mark.interpreter
 def test_steps_inside_a_prompt_are_not_replayed() -> None:
     """A prompt that goes on behind what was read at once: positions must be told, or the state would never be rounded."""
     model, scheme = tiny_nemotron_h().to(DEVICE), parse_scheme("nvfp4@4")
@@ -207,6 +209,7 @@ def test_steps_inside_a_prompt_are_not_replayed() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.interpreter
 def test_rows_go_on_where_they_are_moved(backend) -> None:
     """Rows of two schedules and three casts, left out and repeated: bit for bit the rows that never moved."""
     schemes = ["nvfp4@4", "fp16/fp16@4", "fp32@16", "nvfp4@4"]
