@@ -79,7 +79,6 @@ def rows(folder, task=TASK):
     ]
 
 
-@pytest.mark.slow
 def test_every_arm_answers_every_document(tiny, tmp_path) -> None:
     folders = run_accuracy(AccuracyOptions(**SHORT), tmp_path / "out", loaded=tiny)
     assert list(folders) == ["reference", "control", "nvfp4@5"]
@@ -115,7 +114,6 @@ def test_a_killed_run_goes_on_and_ends_the_same(tiny, tmp_path) -> None:
         ).read_bytes()
 
 
-@pytest.mark.slow
 def test_answers_of_other_options_are_not_mixed_in(tiny, tmp_path) -> None:
     run_accuracy(AccuracyOptions(**{**SHORT, "limit": 2}), tmp_path / "out", loaded=tiny)
     run_accuracy(
@@ -126,6 +124,7 @@ def test_answers_of_other_options_are_not_mixed_in(tiny, tmp_path) -> None:
         run_accuracy(AccuracyOptions(**{**SHORT, "seed": 1}), tmp_path / "out", resume=True, loaded=tiny)
 
 
+@pytest.mark.slow
 def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
     """E5: fp32, nvfp4 with two seeds, and to nearest. Every arm gives every answer itself, also when a kill came between."""
     asked, kill_at = Counter(), None
@@ -345,7 +344,6 @@ def test_defaults_follow_the_model(arguments, model, tasks, limit, monkeypatch, 
     assert caught.value.code == 130
 
 
-@pytest.mark.slow
 def test_the_command_ends_with_the_quartile_table(tiny, tmp_path, monkeypatch, capsys) -> None:
     from replayssm_eval.accuracy import run as accuracy
     from replayssm_eval.cli import main as cli

@@ -9,7 +9,6 @@ from replayssm_emulation import UsageError, parse_scheme
 from replayssm_eval.bench.run import Shape, _scan_work, run_bench
 
 
-@pytest.mark.slow
 def test_it_times_kernels_and_peers() -> None:
     result = run_bench(
         ["fp32", "nvfp4/fp16@16", "fp8@1"], shape="2x16x32x1", delta_shape="2x16x16x1", tokens=32, rows=3, repeats=1

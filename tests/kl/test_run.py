@@ -185,11 +185,13 @@ def test_another_seed_is_another_noise_of_the_same_size(run) -> None:
     assert np.abs(a - per_token(run()[1], "kl")["nvfp4@16", 0]).mean() <= 0.01 * a.mean()
 
 
+@pytest.mark.slow
 def test_a_nearest_scheme_needs_no_second_seed(run) -> None:
     result, _ = run(schemes=("nvfp4-rn@16",), seeds=(5, 6), tokens=64)
     assert [(r["scheme"], r["seed"]) for r in result["rows"][2:]] == [("nvfp4-rn@16", 5)]
 
 
+@pytest.mark.slow
 def test_every_target_is_scored_once_across_chunk_borders(run, testbed) -> None:
     """NLL of the reference equals the unpatched model's, at every position and across chunk borders."""
     _, folder = run(follow_hf_clamp=True)
