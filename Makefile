@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-fast lint format clean
 
 $(BIN)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -12,8 +12,12 @@ $(BIN)/.installed: pyproject.toml
 demo: $(BIN)/.installed
 	$(BIN)/replayssm-eval kl
 
+# Two workers; a file stays on one, so that its fixtures are made once.
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-fast: $(BIN)/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not interpreter"
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """The performance evidence of reports/performance/, made again on this machine's GPU: JSON files and one line a check.
 
 python scripts/reproduce_performance.py --output out                      # everything: some minutes on one H200
-python scripts/reproduce_performance.py --output out --step bench         # one step: bench, testbed, model, peers, delta
+python scripts/reproduce_performance.py --output out --step bench         # one of bench, testbed, model, peers, delta
 python scripts/reproduce_performance.py --output out --step large         # 120B parameters, on two such GPUs
 """
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def products(model: Any, rows: int) -> dict[str, Any]:
         for (out, into), count in shapes.items():
             tokens = rows * CHUNK if out < 100_000 else CHUNK  # the output head reads a row at a time
             x, w = (torch.randn(n, into, device="cuda", dtype=torch.bfloat16) for n in (tokens, out))
-            floor += count * gpu_seconds(lambda x=x, w=w: torch.nn.functional.linear(x, w), 5) * rows * TOKENS / tokens
+            floor += count * gpu_seconds(partial(torch.nn.functional.linear, x, w), 5) * rows * TOKENS / tokens
             flops += count * 2.0 * rows * TOKENS * out * into
     gpu = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     return {**gpu, "rows": rows, "matmul_floor_s": floor, "matmul_pflop": flops / 1e15}
@@ -108,7 +109,7 @@ def peers() -> dict[str, Any]:
     with torch.inference_mode():
         for rows in (1, ROWS):
             cache, ids = DynamicCache(config=model.config), torch.zeros(rows, 1, dtype=torch.long, device="cuda")
-            step = gpu_seconds(lambda c=cache, i=ids: model(input_ids=i, cache=c, use_cache=True), 64)
+            step = gpu_seconds(partial(model, input_ids=ids, cache=cache, use_cache=True), 64)
             found[f"hf_decode_s_per_token_{rows}_rows"] = step
     return found
 
@@ -152,7 +153,8 @@ def main() -> None:
             reading = json.loads(model.read_text())["provenance"]["reading_s"]
             decoding = found[f"hf_decode_s_per_token_{ROWS}_rows"] * TOKENS
             print(
-                f"reading took {reading / found['matmul_floor_s']:.1f} times its products, decoding would take {decoding / reading:.0f} times as long"
+                f"reading took {reading / found['matmul_floor_s']:.1f} times its products, "
+                f"decoding would take {decoding / reading:.0f} times as long"
             )
     if "delta" in steps:
         from replayssm_eval.models.loading import load

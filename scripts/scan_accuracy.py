@@ -20,8 +20,9 @@ def main() -> None:
     layers = layer_inputs(args.model, args.tokens, args.backend)
     print("layer  relative RMS error  worst head")
     for index, layer in layers.items():
-        *inputs, o, delta = layer
-        exact = recurrence_steps(*inputs, parse_scheme("fp32"), fixed_window(16, 0, len(o)), delta=delta).o
+        q, k, v, beta, log_decay, o, delta = layer
+        flushes = fixed_window(16, 0, len(o))
+        exact = recurrence_steps(q, k, v, beta, log_decay, parse_scheme("fp32"), flushes, delta=delta).o
         error = o.double() - exact
         heads = error.norm(dim=(0, 2)) / exact.norm(dim=(0, 2))
         print(f"{index:5}  {(error.norm() / exact.norm()).item():18.2g}  {heads.max().item():10.2g}")

@@ -1,12 +1,13 @@
-"""The testbeds' models: their shapes, their long memory, and a chunked delta rule that trains fast without custom kernels.
+"""The testbeds' models: their shapes, their long memory, and a chunked delta rule that trains fast on plain torch.
 
 The recurrence functions of transformers loop in Python over the rows of a chunk (KDA) or keep every step of a loop over
-256 chunks for the gradient. `delta_rule` computes the same numbers in a few batched products per layer; what is left to do
-one chunk after another is a single product of 64 x 64 matrices (`scan_states`), opaque to torch.compile.
+256 chunks for the gradient. `delta_rule` computes the same numbers in a few batched products per layer. Only a product
+of 64 x 64 matrices runs chunk after chunk (`scan_states`); torch.compile does not look into it.
 """
 
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ def build_model(kind, vocab_size, pattern, hidden):
 
     pattern: M a state layer, * attention; - an MLP of its own for Mamba-2, where the others have one in every layer.
     """
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "num_attention_heads": hidden // 64,
@@ -49,9 +50,8 @@ def build_model(kind, vocab_size, pattern, hidden):
         "pad_token_id": 0,
     }
     if kind == "mamba2":
-        config = NemotronHConfig(
-            **common,
-            hybrid_override_pattern=pattern,
+        mamba2 = NemotronHConfig(
+            **common | {"hybrid_override_pattern": pattern},
             intermediate_size=hidden,
             num_key_value_heads=max(1, hidden // 128),
             head_dim=64,
@@ -65,7 +65,7 @@ def build_model(kind, vocab_size, pattern, hidden):
             time_step_min=1e-5,
             tie_word_embeddings=False,
         )
-        return NemotronHForCausalLM(config)
+        return NemotronHForCausalLM(mamba2)
     if not set(pattern) <= set("M*"):
         raise SystemExit(f"--pattern {pattern}: {kind} has layers M and * only, each with its MLP")
     common |= {
@@ -76,7 +76,7 @@ def build_model(kind, vocab_size, pattern, hidden):
     }
     if kind == "gdn":
         keys = max(1, 3 * hidden // 256)
-        config = Qwen3_5TextConfig(
+        gdn = Qwen3_5TextConfig(
             **common,
             intermediate_size=5 * hidden // 8,
             num_key_value_heads=max(1, hidden // 128),
@@ -89,8 +89,8 @@ def build_model(kind, vocab_size, pattern, hidden):
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 4 / 64},
             tie_word_embeddings=True,
         )
-        return Qwen3_5ForCausalLM(config)
-    config = KimiLinearConfig(
+        return Qwen3_5ForCausalLM(gdn)
+    kda = KimiLinearConfig(
         **common,
         intermediate_size=5 * hidden // 8,
         mlp_layer_types=["dense"] * len(pattern),
@@ -102,12 +102,12 @@ def build_model(kind, vocab_size, pattern, hidden):
         linear_head_dim=64,
         linear_num_heads=hidden // 64,
     )
-    return KimiLinearForCausalLM(config)
+    return KimiLinearForCausalLM(kda)
 
 
 @torch.no_grad()
 def set_long_memory(model, generator):
-    """A and Δ so that half-lives are log-uniform in HALF_LIVES: each head, and of KDA each channel, draws from its own share.
+    """Set A and Δ: half-lives are log-uniform in HALF_LIVES. Each head (KDA: each channel) draws from its own share.
 
     Neighbouring channels make a head: A is that of its middle channel, Δ's bias tells its channels apart.
     """
@@ -127,9 +127,9 @@ def set_long_memory(model, generator):
 def set_rare_writes(model, ids):
     """β of a slow delta-rule head small: it erases along its keys as slowly as it decays. ids: some text `[1, T]`.
 
-    Each write erases a share β of what lies along its key, on average β/d_k of the state. At β = 1/2 nothing outlives a few
-    hundred tokens, whatever α is. β has no bias, so one channel of the embeddings is made constant, which blocks leave alone
-    at first, and β's projection reads it; how large it is behind a layer's norm is measured on the way.
+    Each write erases a share β of the state along its key, on average β/d_k of the whole. At β = 1/2 nothing outlives a
+    few hundred tokens, whatever α is. β has no bias. Therefore one channel of the embeddings is made constant, and β's
+    projection reads it; blocks leave it alone at first. Its size behind a layer's norm is measured on the way.
     """
     model.get_input_embeddings().weight[:, 0] = 1.0
     hooks = []
@@ -160,7 +160,7 @@ def beta_projection(module):
 
 @torch.no_grad()
 def half_lives(model):
-    """Half-life in tokens of each state head at its bias-only Δ, per layer, sorted; of KDA the least, median and longest channel."""
+    """Half-lives in tokens of the heads at their bias-only Δ, by layer, sorted. KDA: least, median, longest channel."""
     out = {}
     for name, module in model.named_modules():
         if hasattr(module, "A_log"):
@@ -186,6 +186,7 @@ def use_training_functions(kind):
     if kind == "mamba2":
         modeling_nemotron_h.mamba2_chunk_scan = scan_outside_autocast(modeling_nemotron_h.mamba2_chunk_scan)
         return
+    module: Any
     module, name = {
         "gdn": (modeling_qwen3_5, "torch_chunk_gated_delta_rule"),
         "kda": (modeling_kimi_linear, "chunk_kimi_delta_attention"),
@@ -206,10 +207,10 @@ def causal_conv(hidden_states, weight, bias=None, activation=None, **kwargs):
 
 @torch.library.custom_op("testbed::linear_scan", mutates_args=())
 def linear_scan(transition: Tensor, update: Tensor, adjoint: bool) -> Tensor:
-    """x_i = M_i x_{i-1} + N_i over the first dimension, from x = 0; or its adjoint x_i = M_{i+1}ᵀ x_{i+1} + N_i, from the end.
+    """x_i = M_i x_{i-1} + N_i over the first dimension, from x = 0. adjoint: x_i = M_{i+1}ᵀ x_{i+1} + N_i, backwards.
 
-    In true fp32: with TF32 the state would be rounded at each of 256 chunks. The products are small, so the time is that of
-    the launches. An operator of its own, so that torch.compile does not unroll the loop.
+    In true fp32: TF32 would round the state at each of 256 chunks. The products are small; launches take the time.
+    An operator of its own, so that torch.compile does not unroll the loop.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -248,8 +249,8 @@ linear_scan.register_autograd(_scan_gradient, setup_context=_keep_for_gradient)
 class UnitLowerInverse(torch.autograd.Function):
     """(1 + L)⁻¹ of strictly lower triangular L `[..., n, n]`, n a power of two, by doubling the blocks on the diagonal.
 
-    The powers of L, in the usual product (1 − L)(1 + L²)(1 + L⁴)…, grow like binomials when keys repeat; the blocks of the
-    inverse do not. Its gradient is −(Tᵀ G Tᵀ), with no need to go back through the blocks.
+    The usual product (1 − L)(1 + L²)(1 + L⁴)… has powers of L that grow like binomials when keys repeat. The blocks of
+    the inverse do not. Its gradient is −(Tᵀ G Tᵀ), with no need to go back through the blocks.
     """
 
     @staticmethod
@@ -279,12 +280,13 @@ class UnitLowerInverse(torch.autograd.Function):
 
 
 def _decayed_products(rows, keys, total):
-    """Σ_d r_i[d] k_j[d] exp(total_i[d] − total_j[d]) for each r of `rows` and i ≥ j, `[..., CHUNK, CHUNK]`; above the diagonal
-    anything finite. total: the log-decay summed up to each token, `[..., CHUNK, 1]`, or `[..., CHUNK, d_k]` for KDA.
+    """Σ_d r_i[d] k_j[d] exp(total_i[d] − total_j[d]) for each r of `rows` and i ≥ j, `[..., CHUNK, CHUNK]`.
 
-    One decay per head comes out of the product. One per channel is split at the middle of i's block: both factors are then
-    at most exp(-8·FLOOR), whatever the gates, and at most 1 for the keys of earlier blocks. The bounds are for the part above
-    the diagonal; they leave room for the rounding of `total`, or some gates would lose their gradient.
+    Above the diagonal the values are finite and have no meaning. total: the log-decay summed up to each token,
+    `[..., CHUNK, 1]`, or `[..., CHUNK, d_k]` for KDA.
+    A decay per head is a factor of the product. A decay per channel is split at the middle of i's block: both factors
+    are then at most exp(-8·FLOOR), whatever the gates, and at most 1 for the keys of earlier blocks. The bounds are for
+    the part above the diagonal. They leave room for the rounding of `total`, or some gates would lose their gradient.
     """
     if total.shape[-1] == 1:
         decay = (total - total.mT).clamp_max(SLACK).exp()
@@ -299,8 +301,11 @@ def _decayed_products(rows, keys, total):
 def delta_rule(
     query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **kwargs
 ):  # fmt: skip
-    """Stands in for both classes' many-token function in training: query, key `[B, T, G, d_k]`, value `[B, T, H, d_v]`, beta
-    `[B, T, H]`, g = log α `[B, T, H]` or per channel `[B, T, H, d_k]` -> (o `[B, T, H, d_v]` in query's dtype, None).
+    """Stands in for both classes' many-token function in training.
+
+    query, key `[B, T, G, d_k]`, value `[B, T, H, d_v]`, beta `[B, T, H]`,
+    g = log α `[B, T, H]` or per channel `[B, T, H, d_k]`
+    -> (o `[B, T, H, d_v]` in query's dtype, None).
 
     All in fp32, like `scan_outside_autocast`. Per channel, log α is held above FLOOR: a token that forgets all but 0.7%
     instead of all, which keeps the exponentials of `_decayed_products` in range.

@@ -1,4 +1,4 @@
-"""Train a testbed: a small hybrid language model (NemotronH, Qwen3.5 or Kimi-Linear) whose state heads remember for a long time.
+"""Train a testbed: a small hybrid model (NemotronH, Qwen3.5 or Kimi-Linear) whose state heads remember for a long time.
 
 Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.gz books will do):
 
@@ -6,13 +6,15 @@ Example (one GPU, about four minutes; any folder of public-domain .txt or .txt.g
 
     python scripts/train_testbed.py --pg19 200 --output tiny-mamba2      # 200 books of PG-19's training split
 
-    python scripts/train_testbed.py --kind gdn --corpus books/ --output tiny-gdn --steps 100000 --minutes 4.5      # or --kind kda
+    # --kind gdn or kda
+    python scripts/train_testbed.py --kind gdn --corpus books/ --output tiny-gdn --steps 100000 --minutes 4.5
 
 A testbed that answers: most rows of a batch are documents of the task `replayssm_progression` (never of its test part),
 and no layer is attention, so that what the answers depend on is in the state or nowhere:
 
-    python scripts/train_testbed.py --corpus books/ --output tiny-answers --pattern MM-MM- --hidden 128 --task-share 0.85 \\
-        --context 8192 --batch 12 --steps 100000 --minutes 6      # six of the books: scripts/tiny-answers.training.json
+    # books/: six books, named in scripts/tiny-answers.training.json
+    python scripts/train_testbed.py --corpus books/ --output tiny-answers --pattern MM-MM- --hidden 128 \\
+        --task-share 0.85 --context 8192 --batch 12 --steps 100000 --minutes 6
 
 Low-precision state only drifts visibly if the model uses its memory. The usual Mamba initialisation gives half-lives
 below 200 tokens; here the heads start with half-lives spread log-uniformly from 4 to 32,768 tokens, so that the state
@@ -82,7 +84,7 @@ def train_tokenizer(texts, vocab_size):
 
 
 class Rows(IterableDataset):
-    """Rows of inputs and targets `[context]`, for ever: a span of the books, or with probability `share` documents of the task.
+    """Endless rows of inputs and targets `[context]`: a span of the books, or with probability `share` task documents.
 
     A document's prompt cannot be foretold: its targets are -100, which the loss leaves out.
     """
@@ -105,7 +107,8 @@ class Rows(IterableDataset):
                 yield span[:-1], span[1:]
 
     def of_task(self, documents):
-        ids, targets = [], []
+        ids: list[int] = []
+        targets: list[int] = []
         while len(ids) <= self.context:
             for text, one in ((t, self.tokenizer(t)["input_ids"]) for t in itertools.islice(documents, 8)):
                 prompt = text.index("=") + 1
@@ -155,7 +158,7 @@ def main():
         "--minutes",
         type=float,
         default=math.inf,
-        help="stop after the step that ends past this, counted from the end of step 0, which compiles; the rate has then fallen to its end",
+        help="stop after this time, counted from the end of step 0, which compiles; the learning rate has then fallen",
     )
     parser.add_argument(
         "--half-beta", action="store_true", help="gdn, kda: start all heads with β near 1/2, which hardly remembers"

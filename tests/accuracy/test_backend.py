@@ -132,6 +132,7 @@ def test_bad_arguments_are_one_line(arguments, says) -> None:
         ReplayLM(**{"pretrained": "tiny-mamba2", **COMMON, **arguments})
 
 
+@pytest.mark.slow
 def test_lm_evals_own_command_line(tmp_path) -> None:
     documents = [{"q": p, "a": "x"} for p in PROMPTS]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))

@@ -95,6 +95,7 @@ def test_every_arm_answers_every_document(tiny, tmp_path) -> None:
     assert [row["prompt_hash"] for row in reference] == [row["prompt_hash"] for row in scheme]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(tiny, tmp_path) -> None:
     options = AccuracyOptions(**SHORT)
     whole = run_accuracy(options, tmp_path / "whole", loaded=tiny)
@@ -123,6 +124,7 @@ def test_answers_of_other_options_are_not_mixed_in(tiny, tmp_path) -> None:
         run_accuracy(AccuracyOptions(**{**SHORT, "seed": 1}), tmp_path / "out", resume=True, loaded=tiny)
 
 
+@pytest.mark.slow
 def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
     """E5: fp32, nvfp4 with two seeds, and to nearest. Every arm gives every answer itself, also when a kill came between."""
     asked, kill_at = Counter(), None
@@ -283,6 +285,7 @@ def test_thinking_from_the_reply_to_the_table(tiny, tmp_path, canned) -> None:
     assert "thinking included" in (tmp_path / "table" / "quartiles.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_control_answers_in_another_batch(tmp_path, monkeypatch) -> None:
     """T3: greedy answers of the testbed, which reads its state, in a batch of 4 and one by one; then with rounded states."""
     options = AccuracyOptions(schemes=["nvfp4-rn@5"], limit=4, batch_size=4, max_gen_toks=24)

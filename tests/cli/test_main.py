@@ -73,6 +73,7 @@ def test_bench_prints_a_table_or_json(main) -> None:
     assert "nvfp5" in err
 
 
+@pytest.mark.slow
 def test_kl_json_is_what_is_written(tmp_path) -> None:
     args = ["kl", "--scheme", "nvfp4@16", "--tokens", "64", "--output", str(tmp_path / "out"), "--json"]
     code, out, err = run(*args)
@@ -88,6 +89,7 @@ def test_kl_json_is_what_is_written(tmp_path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_kl_prints_a_table_and_where_the_figure_is(main, tmp_path) -> None:
     code, out, _ = main("kl", "--scheme", "nvfp4@16", "--tokens", 64, "--output", tmp_path / "out", "--quiet")
     assert code == 0

@@ -133,6 +133,7 @@ def tiny_bamba() -> BambaForCausalLM:
     ],
     ids=["leaving", "together", "single-tokens"],
 )
+@pytest.mark.interpreter
 def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
     """Left-padded rows get the scores of steps one by one, also when rows have left the batch and caches have grown.
 
@@ -192,6 +193,7 @@ def test_replayed_steps_are_the_steps(build, scheme, ends) -> None:
             assert {**found, "serial": 0} == {**replayed_facts["layers"][layer], "serial": 0}
 
 
+@pytest.mark.interpreter
 def test_steps_inside_a_prompt_are_not_replayed() -> None:
     """The prompt is longer than the first pass. Steps must know positions, or the state would never be rounded."""
     model, scheme = tiny_nemotron_h().to(DEVICE), parse_scheme("nvfp4@4")
@@ -214,6 +216,7 @@ def test_steps_inside_a_prompt_are_not_replayed() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.interpreter
 def test_rows_go_on_where_they_are_moved(backend) -> None:
     """Rows of two schedules and three casts, left out and repeated: bit for bit the rows that never moved."""
     schemes = ["nvfp4@4", "fp16/fp16@4", "fp32@16", "nvfp4@4"]

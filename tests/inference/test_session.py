@@ -324,6 +324,7 @@ def test_the_probe_compares_with_the_unpatched_model(model, fault, monkeypatch) 
         pass
 
 
+@pytest.mark.interpreter
 def test_the_triton_scan_serves_a_model(no_grad) -> None:
     """The start-up check has both scans read the same text; the rows then drift as with the torch scan."""
     model = deepcopy(tiny_nemotron_h()).to(DEVICE)
@@ -342,6 +343,7 @@ def test_the_triton_scan_serves_a_model(no_grad) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.interpreter
 def test_a_triton_scan_that_computes_something_else_is_refused(layer, monkeypatch) -> None:
     from replayssm_kernels.triton_backend import launch as scan_triton
 

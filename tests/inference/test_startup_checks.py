@@ -10,12 +10,13 @@ from types import FunctionType, MethodType, ModuleType
 
 import pytest
 import torch
-from replayssm_emulation import RunError
-from transformers import DynamicCache, NemotronHForCausalLM
+from replayssm_emulation import RunError, UsageError
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, NemotronHForCausalLM
 
 from replayssm_eval import attach
 from replayssm_eval.models.families import FAMILIES, state_layers
 from tests.helpers.models import mamba2, nemotron_h, token_ids
+from tests.models.test_families import COMMON, CONFIGS
 
 
 def restart(forward, mixer, hidden_states, cache, config, **kwargs):
@@ -135,3 +136,66 @@ def test_a_layer_with_its_own_kernels_stops_the_run(switched_off, kernels) -> No
     ):
         pass
     assert kernels.calls
+
+
+# From 5.25 on, `kernelize` of transformers puts kernels of the hub in three places. `load` asks for none. A model that
+# the user built and gave to `attach` may have them. None of the three stays unseen:
+# 1. A recurrence function, such as `mamba2_chunk_scan`. Our function stands at the same name. If the layer calls the
+#    kernel all the same, it has no scan in that pass.
+# 2. `mamba2_scan_forward`, or the `forward` of a whole layer, such as Qwen3_5GatedDeltaNet. The layer has no scan in
+#    that pass, and the pass ends with an error.
+# 3. The class of a layer. `state_layers` looks for the class, and misses layers that the config's `layer_types` names.
+# A replaced `causal_conv1d_forward` is no bypass: it computes what the scan reads.
+# A layer that calls our scan, and then uses a state of its own, passes the count. Only the probe can catch it.
+
+
+def own_copy(modeling, name):
+    """A function of a modeling file that keeps calling the file's own functions, whatever is patched there later."""
+    function = inspect.unwrap(getattr(modeling, name))
+    return FunctionType(function.__code__, dict(vars(modeling)), argdefs=function.__defaults__)
+
+
+@pytest.mark.parametrize(("kind", "make"), [("nemotron_h", nemotron_h), ("mamba2", mamba2)])
+def test_a_replaced_scan_function_stops_the_run(kind, make, monkeypatch) -> None:
+    modeling = importlib.import_module(FAMILIES[kind].modeling)
+    if not hasattr(modeling, "mamba2_scan_forward"):
+        pytest.skip("transformers before 5.25 has no such function")
+    model = make()
+    monkeypatch.setattr(modeling, "mamba2_scan_forward", own_copy(modeling, "mamba2_scan_forward"))
+    with (
+        pytest.raises(RunError, match="state hook did not run exactly once in layers"),
+        attach(model, ["fp32", "nvfp4@16"]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("replaced", ["one layer", "all layers"])
+@pytest.mark.parametrize("kind", ["nemotron_h", "mamba2", "qwen3_5_text", "qwen3_next"])
+def test_a_layer_replaced_as_a_whole_stops_the_run(kind, replaced, monkeypatch) -> None:
+    """The probe alone cannot tell: the layer does the same before and after the functions are replaced."""
+    torch.manual_seed(0)
+    if kind in CONFIGS:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | CONFIGS[kind])).eval()
+    else:
+        model = {"nemotron_h": nemotron_h, "mamba2": mamba2}[kind]()
+    layers = state_layers(model)
+    last = max(layers)
+    for mixer in layers.values() if replaced == "all layers" else [layers[last]]:
+        monkeypatch.setattr(mixer, "forward", lambda hidden_states, **kwargs: hidden_states)
+    names = ", ".join(map(str, layers)) if replaced == "all layers" else str(last)
+    with (
+        pytest.raises(RunError, match=rf"state hook did not run exactly once in layers \[{names}\]"),
+        attach(model, ["fp32", "nvfp4@16"]),
+    ):
+        pass
+
+
+def test_a_layer_of_another_class_is_missed(monkeypatch) -> None:
+    model = nemotron_h("M-M*")
+    mixer = state_layers(model)[2]
+    monkeypatch.setattr(mixer, "__class__", type("KernelMixer", (type(mixer),), {}))
+    with (
+        pytest.raises(UsageError, match=r"state layers found at \[0\], but the config declares \[0, 2\]"),
+        attach(model, ["fp32", "nvfp4@16"]),
+    ):
+        pass

@@ -15,6 +15,7 @@ from tests.helpers.tensors import copies
 from tests.models.test_families import COMMON, CONFIGS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.interpreter
 SCHEMES = [
     "nvfp4@16",
     "fp8/fp16@5",

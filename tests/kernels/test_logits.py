@@ -13,6 +13,7 @@ from replayssm_eval.kl import metrics
 from replayssm_eval.kl.metrics import TokenMetrics, compare_hidden, compare_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.interpreter
 INF, NAN = torch.inf, torch.nan
 
 

@@ -22,6 +22,7 @@ from tests.helpers.tensors import copies, every_16_bit_value, random_32_bit_valu
 
 VARIANTS = ["fp8-head", "fp8-unscaled", "int4-b32", "mxfp4-even", "mxfp8-rceil", "mxfp6-e3m2-rceil"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.interpreter
 KEY = {"seed": 5 + (9 << 40), "document": 4, "layer": 3, "position": 9, "copy": 1}
 
 

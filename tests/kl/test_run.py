@@ -102,6 +102,7 @@ def test_the_json_agrees_with_the_per_token_file(run) -> None:
         assert series[16:].max() > 1e-4
 
 
+@pytest.mark.slow
 def test_decoding_token_by_token_gives_the_same_curve(testbed, tmp_path) -> None:
     """The same noise in both engines. fp32 roundoff tips single elements: tokens may differ, the mean hardly."""
     schemes = ["nvfp4@16", "fp8@5", "nvfp4/fp16@16"]
@@ -126,6 +127,7 @@ def test_decoding_token_by_token_gives_the_same_curve(testbed, tmp_path) -> None
 
 @pytest.mark.parametrize("engine", ["scan", "decode"])
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])
+@pytest.mark.slow
 def test_the_control_is_exactly_zero_with_any_number_of_threads(testbed, tmp_path, threads, engine) -> None:
     """Odd numbers of tokens: a part that a thread is dealt ends inside a row, and vectors end where nothing is aligned."""
     before = torch.get_num_threads()
@@ -145,6 +147,7 @@ def test_shared_state_drifts_more_than_separate_copies(run) -> None:
     assert shared["kl"] > 2 * separate["kl"] > 0
 
 
+@pytest.mark.slow
 def test_two_runs_are_byte_identical(run, testbed, tmp_path) -> None:
     _, folder = run()
     run_kl(KlOptions(schemes=SCHEMES, tokens=TOKENS, chunk_size=512), output=tmp_path / "again", loaded=testbed)
@@ -157,6 +160,7 @@ def test_two_runs_are_byte_identical(run, testbed, tmp_path) -> None:
     [{"chunk_size": 2048}, {"chunk_size": 300}, {"schemes": SCHEMES[::-1]}, {"schemes": (*SCHEMES, "fp8@16")}],
     ids=str,
 )
+@pytest.mark.slow
 def test_chunks_and_row_order_keep_the_noise(run, change) -> None:
     """The same rounding noise: per-token KL agrees to float rounding. A difference in the 7th digit of a fold tips an
     element over a boundary now and then, so single tokens may move by a little; the drift itself may not."""
@@ -168,6 +172,7 @@ def test_chunks_and_row_order_keep_the_noise(run, change) -> None:
         assert np.abs(a - b).mean() <= 0.01 * a.mean()
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_noise_of_the_same_size(run) -> None:
     result, folder = run(seeds=(0, 1))
     rows = [(r["scheme"], r["seed"]) for r in result["rows"] if r["role"] == "scheme"]
@@ -180,11 +185,13 @@ def test_another_seed_is_another_noise_of_the_same_size(run) -> None:
     assert np.abs(a - per_token(run()[1], "kl")["nvfp4@16", 0]).mean() <= 0.01 * a.mean()
 
 
+@pytest.mark.slow
 def test_a_nearest_scheme_needs_no_second_seed(run) -> None:
     result, _ = run(schemes=("nvfp4-rn@16",), seeds=(5, 6), tokens=64)
     assert [(r["scheme"], r["seed"]) for r in result["rows"][2:]] == [("nvfp4-rn@16", 5)]
 
 
+@pytest.mark.slow
 def test_every_target_is_scored_once_across_chunk_borders(run, testbed) -> None:
     """NLL of the reference equals the unpatched model's, at every position and across chunk borders."""
     _, folder = run(follow_hf_clamp=True)
@@ -200,6 +207,7 @@ def test_every_target_is_scored_once_across_chunk_borders(run, testbed) -> None:
     assert reference.token.tolist() == ids[:-1].tolist()
 
 
+@pytest.mark.slow
 def test_prompt_tokens_are_read_in_full_precision(run) -> None:
     result, folder = run(prompt_tokens=200, tokens=1600)
     series = per_token(folder, "kl")["nvfp4@16", 0].astype(np.float64)
@@ -215,6 +223,7 @@ def test_prompt_tokens_are_read_in_full_precision(run) -> None:
     assert row["flushes"] == 1 + 1400 // 16
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_equals_uninterrupted(run, testbed, tmp_path) -> None:
     _, folder = run(books=("moby-dick", "persuasion"))
     options = KlOptions(schemes=SCHEMES, tokens=TOKENS, chunk_size=512, books=("moby-dick", "persuasion"))

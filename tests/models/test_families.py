@@ -178,6 +178,7 @@ def test_the_state_is_what_the_config_says(model) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_generation(model) -> None:
     """Greedy, two sequences: the tokens of whole passes, and of the unpatched model where it clamps no Δ."""
     prompts = torch.cat([token_ids(9, seed=n) for n in range(2)])
@@ -221,6 +222,7 @@ NOT_REPLAYED = ("falcon_h1", "zamba2", "qwen4_exp_text", "glm5_next_text", "mini
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_replayed_steps_are_the_steps(model, monkeypatch) -> None:
     """Decoding as with CUDA graphs, on the torch scan, where nothing is captured: left-padded rows, growing caches."""
     begin, call, taken = StepGraphs.begin.__func__, StepGraphs.__call__, []

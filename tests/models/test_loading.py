@@ -43,6 +43,7 @@ TESTBEDS = [name for name, entry in models.REGISTRY.items() if entry.testbed]
 
 
 @pytest.mark.parametrize("name", TESTBEDS)
+@pytest.mark.slow
 def test_testbeds_use_what_they_have_read(name, tmp_path) -> None:
     """Testbeds predict a held-out book at least a nat better than from the last token alone; coarse states matter."""
     result = run_kl(model=name, schemes=["nvfp4@16"], tokens=192, output=tmp_path / "out")

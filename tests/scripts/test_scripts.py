@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+pytestmark = pytest.mark.slow
 
 
 def script(name: str, *args: str, **environment: str) -> subprocess.CompletedProcess:

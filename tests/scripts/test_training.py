@@ -1,4 +1,4 @@
-"""What trains the testbeds: the chunked delta rule against the recurrence and the classes' own functions, and long memory."""
+"""The testbeds' training: the chunked delta rule against the recurrence and the classes' functions, and long memory."""
 
 import importlib.util
 import json
@@ -17,6 +17,7 @@ from replayssm_eval import attach
 from replayssm_eval.models.loading import load
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+pytestmark = pytest.mark.slow
 KINDS = ("mamba2", "gdn", "kda")
 CLASS_FUNCTIONS = {"gdn": torch_chunk_gated_delta_rule, "kda": chunk_kimi_delta_attention}
 
@@ -116,7 +117,7 @@ def test_memory_is_long_from_the_start(models, kind) -> None:
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_slow_heads_write_rarely_from_the_start(models, kind) -> None:
-    """Each layer's fastest head has β near 1/2, its slowest a small one: behind every layer's norm the constant is seen."""
+    """Each layer's fastest head has β near 1/2, its slowest a small one. The constant passes every layer's norm."""
     torch.manual_seed(0)
     model = models.build_model(kind, 512, "MM*M", 128)
     models.set_long_memory(model, torch.Generator().manual_seed(0))

@@ -255,7 +255,7 @@ def test_progression_from_end_to_end() -> None:
 
 
 def test_by_name_in_lm_eval_alone() -> None:
-    """As with `lm_eval run --include_path`: metadata of the command line reaches the generator, model arguments do not disturb it."""
+    """As with `lm_eval run --include_path`: the generator gets the metadata; model arguments do not disturb it."""
     manager = TaskManager(
         include_path=str(TASKS_PATH),
         include_defaults=False,
@@ -292,32 +292,41 @@ def test_configurations_are_fresh_and_checked(tmp_path) -> None:
 
 
 OFFLINE = """
-import time
+import socket, time
 from lm_eval.api import task
 from replayssm_tasks import load_tasks, task_config
 config = task_config("gpqa_diamond")
-began = time.perf_counter()
+waits = []
+
+def counted(module, name):
+    original = getattr(module, name)
+    setattr(module, name, lambda *args, **kwargs: (waits.append(name), original(*args, **kwargs))[1])
+
+counted(time, "sleep")
+counted(socket, "getaddrinfo")
+counted(socket, "create_connection")
+counted(socket.socket, "connect")
 try:
     load_tasks([config], offline={offline})
 except ValueError as error:
-    print(type(error).__name__, int(time.perf_counter() - began), error, sep="|")
+    print(type(error).__name__, len(waits), error, sep="|")
 """
 
 
 @pytest.mark.parametrize(
     ("offline", "switch"), [(True, {}), (False, {"HF_HUB_OFFLINE": "1"})], ids=["argument", "environment"]
 )
-def test_no_hub_is_one_line_within_seconds(tmp_path, offline, switch) -> None:
+def test_no_hub_is_one_line_without_a_retry(tmp_path, offline, switch) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     environment |= {"HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path), **switch}
     script = OFFLINE.format(offline=offline)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600, check=True
     )
     (line,) = done.stdout.splitlines()
-    kind, seconds, message = line.split("|")
+    kind, waits, message = line.split("|")
     assert kind == "UsageError"
-    assert int(seconds) < 5
+    assert int(waits) == 0, "the hub was asked, or waited for"
     assert message.startswith("replayssm_gpqa_diamond: data set Idavidrein/gpqa (gpqa_diamond) cannot be had: ")
     assert message.endswith("; pass --task-data replayssm_gpqa_diamond=PATH (.jsonl, .json, .parquet, .csv)")
 
@@ -326,5 +335,6 @@ def test_a_gated_data_set_says_what_to_accept() -> None:
     reason = FileNotFoundError("Dataset 'a/b' is a gated dataset on the Hub. You must be authenticated to access it.")
     error = str(hub_error("replayssm_gpqa_diamond", "a/b", None, reason))
     assert error.endswith(
-        "accept its terms on the hub and set HF_TOKEN, or pass --task-data replayssm_gpqa_diamond=PATH (.jsonl, .json, .parquet, .csv)"
+        "accept its terms on the hub and set HF_TOKEN, or pass --task-data replayssm_gpqa_diamond=PATH "
+        "(.jsonl, .json, .parquet, .csv)"
     )
