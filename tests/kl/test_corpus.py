@@ -28,7 +28,7 @@ def test_builtin_books() -> None:
 
 def test_local_files_of_every_kind(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("the first")
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"the second"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"the second", mtime=0))
     write_jsonl(tmp_path / "c.jsonl", {"book_id": "1", "book_title": "Third", "book_text": "the third"})
     table = {"short_book_title": ["Fourth"], "publication_date": [1900], "url": ["u"], "text": ["the fourth"]}
     pq.write_table(pa.table(table), tmp_path / "d.parquet")
@@ -60,8 +60,8 @@ def test_local_files_of_every_kind(tmp_path) -> None:
         ("cut.jsonl", b'{"text": "ok"', "line 1: not JSON"),
         ("list.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("not.parquet", b"plain", "not a whole Parquet file"),
-        ("cut.txt.gz", gzip.compress(b"x" * 1000)[:20], "cannot be read"),
-        ("bad.txt.gz", gzip.compress(b"x" * 1000)[:10] + b"\xff" * 40, "cannot be read"),
+        ("cut.txt.gz", gzip.compress(b"x" * 1000, mtime=0)[:20], "cannot be read"),
+        ("bad.txt.gz", gzip.compress(b"x" * 1000, mtime=0)[:10] + b"\xff" * 40, "cannot be read"),
         ("surrogate.jsonl", b'{"text": "a \\ud835 b"}\n', "character 2 is half of a surrogate pair"),
         ("x.docx", b"", "unknown kind of file"),
     ],
