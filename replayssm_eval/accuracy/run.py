@@ -7,8 +7,8 @@ names it. `quartiles` makes the comparison from them.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,58 +17,9 @@ from replayssm_emulation import Scheme, UsageError, parse_scheme
 
 from ..models.loading import Loaded, load, location_of, weights_digest
 from ..results.files import check_output, code_digest, jsonable, write_atomic
+from .options import AccuracyOptions
 
-DEFAULT_SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
-TESTBED, TESTBED_TASKS, TESTBED_LIMIT = (
-    "tiny-answers",
-    ("progression",),
-    64,
-)  # a model and what it was trained to answer
 REFERENCE, CONTROL = "reference", "control"
-
-
-@dataclass
-class AccuracyOptions:
-    """Everything that decides the answers.
-
-    tasks: of `replayssm_tasks`, or lm-eval's own (with `include_path` anyone's). task_data: local file by task name.
-    gen_kwargs: as lm-eval takes them. batch_size: sequences at a time; the control uses half of it, since another batch is
-    the least change that a run can have. limit: documents of each task, None for all.
-    """
-
-    model: str = TESTBED
-    schemes: Sequence[str | Scheme] = DEFAULT_SCHEMES
-    tasks: Sequence[str] = TESTBED_TASKS
-    limit: int | None = TESTBED_LIMIT
-    batch_size: int = 64
-    seed: int = 0
-    task_data: Mapping[str, str] = field(default_factory=dict)
-    max_gen_toks: int | None = None
-    max_length: int | None = None
-    gen_kwargs: str | None = None
-    apply_chat_template: bool = False
-    num_fewshot: int | None = None
-    include_path: str | None = None
-    think_end_token: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    backend: str = "auto"
-
-    def parsed(self) -> list[Scheme]:
-        """The schemes, each once. Raises UsageError for a bad option."""
-        for name in ("batch_size", "limit", "max_gen_toks", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        schemes = [parse_scheme(s) if isinstance(s, str) else s for s in self.schemes]
-        if not schemes or not self.tasks:
-            raise UsageError("nothing to do: pass at least one --scheme and one --tasks")
-        if repeated := [str(s) for s in dict.fromkeys(schemes) if schemes.count(s) > 1]:
-            raise UsageError(f"scheme {repeated[0]} is given twice")
-        return schemes
 
 
 @dataclass(frozen=True)
@@ -112,13 +63,7 @@ def run_accuracy(
     check_output(output, overwrite, resume)
     tasks = _tasks(options)
     _check_lengths(options, tasks)
-    loaded = loaded or load(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    loaded = loaded or load(options)
     for arm in arms:
         _answer(arm, options, tasks, output / arm.folder, loaded, overwrite and not resume, say)
     return {arm.name: output / arm.folder for arm in arms}
@@ -209,7 +154,7 @@ def _answer(
         "weights": weights_digest(loaded.model),
         "documents": {name: _documents_digest(task) for name, task in tasks.items()},
     }
-    settings = jsonable({**asdict(options), **own, **meant})
+    settings = jsonable({**options.to_json(), **own, **meant})
     settings.pop("limit")  # more documents of the same run are no other run
     kept = folder / "arm.json"
     if anew:

@@ -19,18 +19,8 @@ from replayssm_kernels import BACKENDS, BatchRow, choose_backend, compile_only, 
 
 from ..kl.metrics import compare_logits
 from ..results.files import provenance
+from .options import DEFAULT_SCHEMES
 
-DEFAULT_SCHEMES = (
-    "fp32",
-    "fp16@16",
-    "fp8@16",
-    "nvfp4@16",
-    "nvfp4-rn@16",
-    "nvfp4/fp16@16",
-    "fp32@1",
-    "fp8@1",
-    "nvfp4@1",
-)
 DELTA_SCHEMES = ("fp32", "fp32@1", "nvfp4@16", "nvfp4/fp16@16", "fp8@1")
 RULES = ("plain", "gdn", "kda")  # the recurrence without and with the delta rule, of one decay a head and one a channel
 VOCABULARY = 131072
