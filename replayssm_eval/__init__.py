@@ -5,7 +5,7 @@ from replayssm_eval import attach, run_kl
 
 from typing import Any
 
-__all__ = ["attach", "run_kl"]
+__all__ = ["__version__", "attach", "run_kl"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +18,11 @@ def __getattr__(name: str) -> Any:
         from .kl.run import run_kl
 
         return run_kl
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("replayssm-eval")
+        except metadata.PackageNotFoundError:  # a source tree that is not installed
+            return "0+source"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

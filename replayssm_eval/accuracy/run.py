@@ -1,8 +1,8 @@
-"""Does it still answer? The same questions once for every scheme: a reference, a control and one arm per scheme, by lm-eval.
+"""Ask the same questions once in every arm, by lm-eval: a reference, a control and one arm per scheme.
 
-Every arm keeps its own folder and samples_TASK.jsonl: lm-eval's rows and, of each answer, the raw text, the count of generated
-tokens (thinking included), the stop reason and whether it ended in a loop; a score that is no number is null, and `status`
-names it. `quartiles` makes the comparison from them.
+Every arm keeps its own folder and samples_TASK.jsonl. A line holds lm-eval's row and, of each answer, the raw text, the
+count of generated tokens (thinking included), the stop reason and whether it ended in a loop. A score that is no number
+is null, and `status` names it. `quartiles` compares the arms.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Arm:
         return self.name.replace("/", "--")
 
 
-def arms_of(options: AccuracyOptions) -> list[Arm]:
+def planned_arms(options: AccuracyOptions) -> list[Arm]:
     """Reference, control, schemes."""
     fp32, batch = parse_scheme("fp32"), options.batch_size
     return [
@@ -59,7 +59,7 @@ def run_accuracy(
     A kill loses at most one block of documents; resume goes on with the next, and refuses an arm of other options.
     Raises UsageError for bad options, before the model is loaded where that can be told.
     """
-    arms = arms_of(options)
+    arms = planned_arms(options)
     check_output(output, overwrite, resume)
     tasks = _tasks(options)
     _check_lengths(options, tasks)
@@ -70,7 +70,7 @@ def run_accuracy(
 
 
 def _tasks(options: AccuracyOptions) -> dict[str, Any]:
-    """lm-eval task objects by name, their documents loaded: what cannot be had is refused before the model is loaded."""
+    """lm-eval task objects by name, with documents. Data that cannot be had is refused before the model is loaded."""
     from replayssm_tasks import NAMES, load_tasks, task_config
 
     from ..models.hub import hub_reachable
@@ -89,7 +89,8 @@ def _tasks(options: AccuracyOptions) -> dict[str, Any]:
             unknown = set(options.task_data) - set(tasks)
             if unknown:
                 raise UsageError(
-                    f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; use --include-path"
+                    f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; "
+                    "use --include-path"
                 )
         from lm_eval.tasks import TaskManager
 
@@ -128,8 +129,8 @@ def _check_lengths(options: AccuracyOptions, tasks: Mapping[str, Any]) -> None:
         longest = (task.config.generation_kwargs or {}).get("max_gen_toks")
         if room is not None and longest is not None and longest >= room:
             raise UsageError(
-                f"{name}: answers of up to {longest} tokens (max_gen_toks) leave no room for a prompt within {room}; pass a smaller "
-                "--max-gen-toks, or --max-length"
+                f"{name}: answers of up to {longest} tokens (max_gen_toks) leave no room for a prompt within {room}; "
+                "pass a smaller --max-gen-toks, or --max-length"
             )
 
 
@@ -217,8 +218,7 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
     import lm_eval
     import lm_eval.evaluator
     from replayssm_tasks import reopen_thinking, task_manager
-
-    from ..quartiles.records import loops
+    from replayssm_tasks.loops import loops
 
     lm.generations.clear()
     # Its commit is that of the folder one happens to be in, and git complains where that is no checkout.
@@ -230,7 +230,8 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
             gen_kwargs=options.gen_kwargs,
             apply_chat_template=options.apply_chat_template,
             num_fewshot=options.num_fewshot,
-            task_manager=task_manager(),  # lm-eval's default one takes eight seconds to list tasks that are not asked for
+            # The default one of lm-eval lists all of its tasks, which takes eight seconds.
+            task_manager=task_manager(),
             log_samples=True,
             bootstrap_iters=0,
             verbosity="ERROR",
@@ -238,10 +239,10 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
     assert result is not None
     rows = []
     for row in result["samples"][name]:
-        made = lm.generation_of(row["arguments"][0][0]) if task.OUTPUT_TYPE == "generate_until" else None
+        made = lm.generation_for(row["arguments"][0][0]) if task.OUTPUT_TYPE == "generate_until" else None
         if made is not None:
-            text = reopen_thinking(row["arguments"][0][0], lm.tok_decode(made["ids"], skip_special_tokens=False))
-            row |= {"tokens": made["tokens"], "stop": made["stop"], "raw": text, "looped": loops(text)}
+            text = reopen_thinking(row["arguments"][0][0], lm.tok_decode(list(made.ids), skip_special_tokens=False))
+            row |= {"tokens": made.tokens, "stop": made.stop, "raw": text, "looped": loops(text)}
         if missing := [name for name in row["metrics"] if jsonable(row.get(name)) is None]:
             row["status"] = f"no score: {', '.join(missing)}"
         rows.append(row)

@@ -37,7 +37,10 @@ def _print_bench(result: dict[str, Any]) -> None:
         times = (k["ms"], k["ms_per_row"], k["us_per_token"], k["bytes"] / 1e9, k["flops"] / 1e12, k["floor_ms"])
         return (k["name"], *(f"{n:.3g}" for n in times), k["bound_by"], f"{k['ratio_to_floor']:.3g}")
 
-    title = f"{result['shape']} (heads x d_v x d_k x groups), {result['tokens']} tokens, {result['rows']} rows, {result['dtype']}, {result['backend']} scan, {result['device']}"
+    title = (
+        f"{result['shape']} (heads x d_v x d_k x groups), {result['tokens']} tokens, {result['rows']} rows, "
+        f"{result['dtype']}, {result['backend']} scan, {result['device']}"
+    )
     print_listing(title, columns, [cells(k) for k in result["kernels"]], False)
     delta = [(*cells(k), f"{k['ratio_to_plain']:.3g}") for k in result["delta"]["kernels"]]
     print_listing(

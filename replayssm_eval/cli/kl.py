@@ -10,7 +10,10 @@ from ..kl.options import KlOptions
 from .console import console as make_console
 from .options import Config, Json, Overwrite, Quiet, takes_options
 
-EPILOG = "Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 --tokens 16384 --output out"
+EPILOG = (
+    "Example: replayssm-eval kl --model tiny-mamba2 --scheme nvfp4@16 --scheme nvfp4/fp16@16 "
+    "--tokens 16384 --output out"
+)
 
 
 @takes_options(KlOptions)
@@ -45,7 +48,8 @@ def kl(
         print(f"replayssm-eval: {problem}", file=sys.stderr)
     if result["status"] == "interrupted":
         print(
-            f"replayssm-eval: interrupted after {result['tokens']} tokens; what was finished is in {result['output']}; go on with --resume",
+            f"replayssm-eval: interrupted after {result['tokens']} tokens; "
+            f"what was finished is in {result['output']}; go on with --resume",
             file=sys.stderr,
         )
         raise typer.Exit(130)

@@ -18,7 +18,7 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     parameters = {name.lstrip("-").replace("-", "_"): p for p in ctx.command.params for name in (*p.opts, p.name or "")}
-    defaults = {}
+    defaults: dict[str | None, Any] = {}
     for key, value in _read_yaml(path).items():
         parameter = parameters.get(str(key).replace("-", "_"))
         if parameter is None:

@@ -12,7 +12,10 @@ from .console import console as make_console
 from .options import Config, Json, Overwrite, takes_options
 
 _WIDE = 210  # columns of a terminal that holds the whole table
-EPILOG = "Example: replayssm-eval quartiles runs/fp32 runs/nvfp4 --control runs/fp32-again --filter strict-match --output out"
+EPILOG = (
+    "Example: replayssm-eval quartiles runs/fp32 runs/nvfp4 --control runs/fp32-again "
+    "--filter strict-match --output out"
+)
 
 
 @takes_options(QuartilesOptions)

@@ -41,7 +41,10 @@ def location_of(name: str) -> str:
 
 
 def auto_class(config: Any) -> Any:
-    """The transformers class that builds a model of `config` with a language head: some families have one for images and text only."""
+    """The transformers class that builds a model of `config` with a language head.
+
+    Some families have such a class for images and text only.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -96,7 +99,8 @@ def load(wanted: str | CheckpointOptions, **changes: Any) -> Loaded:
         family_of(config.get_text_config())  # refuse before the weights are fetched
         tokenizer = AutoTokenizer.from_pretrained(location, **common)
         placement = {"device_map": device_map} if device_map else {}
-        # Hub kernels (the default from transformers 5.25 on) replace layers as a whole, past the functions that we replace.
+        # From transformers 5.25 on, hub kernels are the default.
+        # They would replace whole layers, past the functions that we replace.
         loaded: Any = auto_class(config).from_pretrained(
             location,
             dtype=torch_dtype,
@@ -134,7 +138,10 @@ def load(wanted: str | CheckpointOptions, **changes: Any) -> Loaded:
 
 
 def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device_map: str | None) -> Loaded:
-    """The true shape of `entry` with random weights, and the testbed's tokenizer (its ids are valid in any vocabulary)."""
+    """The true shape of `entry` with random weights, and the testbed's tokenizer.
+
+    The tokenizer's ids are valid in any vocabulary.
+    """
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
@@ -152,7 +159,8 @@ def _random(name: str, entry: ModelEntry | None, dtype: str, device: str, device
         there = torch.cuda.mem_get_info(device)[1] if gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > there:
             raise UsageError(
-                f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, and {device} has {there / 2**30:.0f}"
+                f"{name}: its weights need {needed / 2**30:.0f} GiB in {torch_dtype}, "
+                f"and {device} has {there / 2**30:.0f}"
             )
     else:
         placement = _spread(name, empty, device_map)  # sizes the devices itself

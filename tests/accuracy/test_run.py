@@ -17,7 +17,8 @@ from replayssm_emulation import UsageError
 from replayssm_tasks import progression
 from transformers import AutoTokenizer, NemotronHConfig, NemotronHForCausalLM
 
-from replayssm_eval.accuracy.run import CONTROL, AccuracyOptions, arms_of, run_accuracy
+from replayssm_eval.accuracy.options import AccuracyOptions
+from replayssm_eval.accuracy.run import CONTROL, planned_arms, run_accuracy
 from replayssm_eval.models.loading import Loaded, load, location_of
 from replayssm_eval.quartiles.run import run_quartiles
 from replayssm_eval.results.files import code_digest
@@ -286,8 +287,8 @@ def test_thinking_from_the_reply_to_the_table(tiny, tmp_path, canned) -> None:
 def test_the_control_answers_in_another_batch(tmp_path, monkeypatch) -> None:
     """T3: greedy answers of the testbed, which reads its state, in a batch of 4 and one by one; then with rounded states."""
     options = AccuracyOptions(schemes=["nvfp4-rn@5"], limit=4, batch_size=4, max_gen_toks=24)
-    arms = [replace(arm, batch_size=1) if arm.name == CONTROL else arm for arm in arms_of(options)]
-    monkeypatch.setattr("replayssm_eval.accuracy.run.arms_of", lambda options: arms)
+    arms = [replace(arm, batch_size=1) if arm.name == CONTROL else arm for arm in planned_arms(options)]
+    monkeypatch.setattr("replayssm_eval.accuracy.run.planned_arms", lambda options: arms)
     reference, control, scheme = run_accuracy(options, tmp_path / "out", loaded=load("tiny-mamba2")).values()
     answers = [[row["raw"] for row in rows(folder)] for folder in (reference, control, scheme)]
     assert answers[0] == answers[1] != answers[2]
