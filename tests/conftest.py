@@ -3,7 +3,7 @@
 import os
 import sys
 
-# Workers share the processors. Threads that wait must not hold one: 8 spinning threads of 2 workers on 2 cores take minutes.
+# Workers share the processors. A waiting thread must not spin: 8 spinning threads on 2 cores take minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))

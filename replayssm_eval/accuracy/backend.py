@@ -1,7 +1,7 @@
 """lm-eval's Hugging Face backend with the recurrent state stored as a scheme says: model name `replayssm`.
 
-The noise of a request is keyed by its own prompt. An answer therefore does not depend on the batch it was made in, on its
-place there, or on the order of the requests.
+The noise of a request is keyed by its own prompt. An answer therefore does not depend on the batch it was made in,
+on its place there, or on the order of the requests.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""lm-eval with rounded states: answers belong to their prompts, fp32 is the unpatched backend, the command line works."""
+"""lm-eval with rounded states: answers belong to their prompts, and fp32 is the unpatched backend."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def rounded(unpatched):
 
 
 def test_an_answer_belongs_to_its_prompt(rounded) -> None:
-    """Alone or in a batch with left padding, first or last: the same text, the same count of tokens, the same stop reason."""
+    """Alone or in a batch with left padding, first or last: the same text, count of tokens and stop reason."""
     together = generate(rounded, PROMPTS)
     kept = dict(rounded.generations)
     rounded.generations.clear()
@@ -141,7 +141,8 @@ def test_lm_evals_own_command_line(tmp_path) -> None:
     documents = [{"q": p, "a": "x"} for p in PROMPTS]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))
     (tmp_path / "toy.yaml").write_text(
-        f"task: replayssm_toy\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\ntest_split: test\n"
+        f"task: replayssm_toy\ndataset_path: json\ndataset_kwargs:\n"
+        f"  data_files:\n    test: {tmp_path}/data.jsonl\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\n"
         "generation_kwargs:\n  until: [\"\\n\\n\"]\n  max_gen_toks: 8\n  do_sample: false\n"
         "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"

@@ -255,7 +255,7 @@ def test_progression_from_end_to_end() -> None:
 
 
 def test_by_name_in_lm_eval_alone() -> None:
-    """As with `lm_eval run --include_path`: metadata of the command line reaches the generator, model arguments do not disturb it."""
+    """With `lm_eval run --include_path` the generator gets the metadata of the command line, no model arguments."""
     manager = TaskManager(
         include_path=str(TASKS_PATH),
         include_defaults=False,
@@ -326,5 +326,6 @@ def test_a_gated_data_set_says_what_to_accept() -> None:
     reason = FileNotFoundError("Dataset 'a/b' is a gated dataset on the Hub. You must be authenticated to access it.")
     error = str(hub_error("replayssm_gpqa_diamond", "a/b", None, reason))
     assert error.endswith(
-        "accept its terms on the hub and set HF_TOKEN, or pass --task-data replayssm_gpqa_diamond=PATH (.jsonl, .json, .parquet, .csv)"
+        "accept its terms on the hub and set HF_TOKEN, or pass --task-data replayssm_gpqa_diamond=PATH "
+        "(.jsonl, .json, .parquet, .csv)"
     )
