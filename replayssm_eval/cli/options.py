@@ -18,7 +18,7 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     parameters = {name.lstrip("-").replace("-", "_"): p for p in ctx.command.params for name in (*p.opts, p.name or "")}
-    defaults: dict[str | None, Any] = {}
+    defaults: dict[str, Any] = {}
     for key, value in _read_yaml(path).items():
         parameter = parameters.get(str(key).replace("-", "_"))
         if parameter is None:
@@ -32,9 +32,9 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
             raise UsageError(f"--config {path}: {key}: {value!r} is not a value of this option")
         # As text, a value goes through the same checks as on the command line.
         if several:
-            defaults[parameter.name] = [str(v) for v in (value if isinstance(value, list) else [value])]
+            defaults[str(parameter.name)] = [str(v) for v in (value if isinstance(value, list) else [value])]
         else:
-            defaults[parameter.name] = value if switch else str(value)
+            defaults[str(parameter.name)] = value if switch else str(value)
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
     return path
 

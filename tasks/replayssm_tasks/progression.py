@@ -14,8 +14,8 @@ count, modulo 10. With three letters, steps 4, 0 and 7, and two laps:
 What a testbed needs, and how this has it:
 
 - *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one. Every document
-  ends in the lap of count 1, and one in twelve has no other lap. From those a model can first learn to recall a step, then
-  to add. (A sum that runs on from letter to letter teaches nothing before both operands are known. A model that was
+  ends in the lap of count 1, and one in twelve has no other lap. There a model first learns to recall a step,
+  then to add. (A sum that runs on from letter to letter teaches nothing before both operands are known. A model that was
   trained on such sums did not get past guessing.)
 - *A long-lived state.* The steps are told once, and a symbol 4,000 tokens later still needs the right one. (The laps
   before it have the same sums with other counts, so memory is refreshable in principle. Attention over the prompt also
@@ -28,7 +28,8 @@ What a testbed needs, and how this has it:
   training part. No training text of any seed shares its steps with a test document of any seed.
 
 It is meant for models trained on `training_text`, such as tiny-answers (12 letters, answers of up to 4,000
-characters). It explains nothing to a chat model. `letters` sets how much has to be remembered. Document i of a seed depends on nothing but the seed, i and the settings, so a limit takes a prefix.
+characters). It explains nothing to a chat model. `letters` sets how much has to be remembered. Document i of a
+seed depends on nothing but the seed, i and the settings, so a limit takes a prefix.
 """
 
 import hashlib

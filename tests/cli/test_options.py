@@ -13,14 +13,49 @@ from replayssm_eval.kl.options import KlOptions
 from replayssm_eval.models.options import ModelOptions
 from replayssm_eval.results.options import Options, option
 
-KL_KEYS = (
-    "model schemes corpus books split text_key tokens prompt_tokens chunk_size seeds dtype device device_map revision "
-    "trust_remote_code follow_hf_clamp backend engine random_weights"
-).split()
-ACCURACY_KEYS = (
-    "model schemes tasks limit batch_size seed task_data max_gen_toks max_length gen_kwargs apply_chat_template "
-    "num_fewshot include_path think_end_token metadata dtype device revision trust_remote_code backend"
-).split()
+KL_KEYS = [
+    "model",
+    "schemes",
+    "corpus",
+    "books",
+    "split",
+    "text_key",
+    "tokens",
+    "prompt_tokens",
+    "chunk_size",
+    "seeds",
+    "dtype",
+    "device",
+    "device_map",
+    "revision",
+    "trust_remote_code",
+    "follow_hf_clamp",
+    "backend",
+    "engine",
+    "random_weights",
+]
+ACCURACY_KEYS = [
+    "model",
+    "schemes",
+    "tasks",
+    "limit",
+    "batch_size",
+    "seed",
+    "task_data",
+    "max_gen_toks",
+    "max_length",
+    "gen_kwargs",
+    "apply_chat_template",
+    "num_fewshot",
+    "include_path",
+    "think_end_token",
+    "metadata",
+    "dtype",
+    "device",
+    "revision",
+    "trust_remote_code",
+    "backend",
+]
 
 
 @pytest.mark.parametrize(("kind", "keys"), [(KlOptions, KL_KEYS), (AccuracyOptions, ACCURACY_KEYS)])
