@@ -15,8 +15,8 @@ What a testbed needs, and how this has it:
 
 - *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one. Every document
   ends in the lap of count 1, and one in twelve has no other. There a model first learns to recall a step,
-  then to add. (A sum that runs on from letter to letter teaches nothing before both operands are known. A model that was
-  trained on such sums did not get past guessing.)
+  then to add. (A sum that runs on from letter to letter teaches nothing before both operands are known.
+  A model trained on such sums did not get past guessing.)
 - *A long-lived state.* The steps are told once, and a symbol 4,000 tokens later still needs the right one. (The laps
   before it have the same sums with other counts, so memory is refreshable in principle. Attention over the prompt also
   does without the state. A testbed for this task should have no attention layer, or have it first, where it cannot yet
