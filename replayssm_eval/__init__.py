@@ -25,4 +25,11 @@ def __getattr__(name: str) -> Any:
         from .kl.run import run_kl
 
         return run_kl
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("replayssm-eval")
+        except metadata.PackageNotFoundError:  # a source tree that is not installed
+            return "0+source"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,14 +1,14 @@
-"""Does it still answer? The same questions once for every scheme: a reference, a control and one arm per scheme, by lm-eval.
+"""Ask the same questions once in every arm, by lm-eval: a reference, a control and one arm per scheme.
 
-Every arm keeps its own folder and samples_TASK.jsonl: lm-eval's rows and, of each answer, the raw text, the count of generated
-tokens (thinking included), the stop reason and whether it ended in a loop; a score that is no number is null, and `status`
-names it. `quartiles` makes the comparison from them.
+Every arm keeps its own folder and samples_TASK.jsonl. A line holds lm-eval's row and, of each answer, the raw text, the
+count of generated tokens (thinking included), the stop reason and whether it ended in a loop. A score that is no number
+is null, and `status` names it. `quartiles` compares the arms.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,58 +18,9 @@ from replayssm_emulation.errors import require
 
 from ..models.loading import Loaded, load, location_of, weights_digest
 from ..results.files import check_output, code_digest, jsonable, write_atomic
+from .options import AccuracyOptions
 
-DEFAULT_SCHEMES = ("nvfp4@16", "nvfp4/fp16@16")
-TESTBED, TESTBED_TASKS, TESTBED_LIMIT = (
-    "tiny-answers",
-    ("progression",),
-    64,
-)  # a model and what it was trained to answer
 REFERENCE, CONTROL = "reference", "control"
-
-
-@dataclass
-class AccuracyOptions:
-    """Everything that decides the answers.
-
-    tasks: of `replayssm_tasks`, or lm-eval's own (with `include_path` anyone's). task_data: local file by task name.
-    gen_kwargs: as lm-eval takes them. batch_size: sequences at a time; the control uses half of it, since another batch is
-    the least change that a run can have. limit: documents of each task, None for all.
-    """
-
-    model: str = TESTBED
-    schemes: Sequence[str | Scheme] = DEFAULT_SCHEMES
-    tasks: Sequence[str] = TESTBED_TASKS
-    limit: int | None = TESTBED_LIMIT
-    batch_size: int = 64
-    seed: int = 0
-    task_data: Mapping[str, str] = field(default_factory=dict)
-    max_gen_toks: int | None = None
-    max_length: int | None = None
-    gen_kwargs: str | None = None
-    apply_chat_template: bool = False
-    num_fewshot: int | None = None
-    include_path: str | None = None
-    think_end_token: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    backend: str = "auto"
-
-    def parsed(self) -> list[Scheme]:
-        """The schemes, each once. Raises UsageError for a bad option."""
-        for name in ("batch_size", "limit", "max_gen_toks", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        schemes = [parse_scheme(s) if isinstance(s, str) else s for s in self.schemes]
-        if not schemes or not self.tasks:
-            raise UsageError("nothing to do: pass at least one --scheme and one --tasks")
-        if repeated := [str(s) for s in dict.fromkeys(schemes) if schemes.count(s) > 1]:
-            raise UsageError(f"scheme {repeated[0]} is given twice")
-        return schemes
 
 
 @dataclass(frozen=True)
@@ -85,7 +36,7 @@ class Arm:
         return self.name.replace("/", "--")
 
 
-def arms_of(options: AccuracyOptions) -> list[Arm]:
+def planned_arms(options: AccuracyOptions) -> list[Arm]:
     """Reference, control, schemes."""
     fp32, batch = parse_scheme("fp32"), options.batch_size
     return [
@@ -109,25 +60,19 @@ def run_accuracy(
     A kill loses at most one block of documents; resume goes on with the next, and refuses an arm of other options.
     Raises UsageError for bad options, before the model is loaded where that can be told.
     """
-    arms = arms_of(options)
+    arms = planned_arms(options)
     check_output(output, overwrite, resume)
     require("lm_eval", "accuracy", "accuracy")
     tasks = _tasks(options)
     _check_lengths(options, tasks)
-    loaded = loaded or load(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    loaded = loaded or load(options)
     for arm in arms:
         _answer(arm, options, tasks, output / arm.folder, loaded, overwrite and not resume, say)
     return {arm.name: output / arm.folder for arm in arms}
 
 
 def _tasks(options: AccuracyOptions) -> dict[str, Any]:
-    """lm-eval task objects by name, their documents loaded: what cannot be had is refused before the model is loaded."""
+    """lm-eval task objects by name, with documents. Data that cannot be had is refused before the model is loaded."""
     from replayssm_tasks import NAMES, load_tasks, task_config
 
     from ..models.hub import hub_reachable
@@ -146,7 +91,8 @@ def _tasks(options: AccuracyOptions) -> dict[str, Any]:
             unknown = set(options.task_data) - set(tasks)
             if unknown:
                 raise UsageError(
-                    f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; use --include-path"
+                    f"--task-data {sorted(unknown)[0]}: only tasks of this package take a local file; "
+                    "use --include-path"
                 )
         from lm_eval.tasks import TaskManager
 
@@ -185,8 +131,8 @@ def _check_lengths(options: AccuracyOptions, tasks: Mapping[str, Any]) -> None:
         longest = (task.config.generation_kwargs or {}).get("max_gen_toks")
         if room is not None and longest is not None and longest >= room:
             raise UsageError(
-                f"{name}: answers of up to {longest} tokens (max_gen_toks) leave no room for a prompt within {room}; pass a smaller "
-                "--max-gen-toks, or --max-length"
+                f"{name}: answers of up to {longest} tokens (max_gen_toks) leave no room for a prompt within {room}; "
+                "pass a smaller --max-gen-toks, or --max-length"
             )
 
 
@@ -211,7 +157,7 @@ def _answer(
         "weights": weights_digest(loaded.model),
         "documents": {name: _documents_digest(task) for name, task in tasks.items()},
     }
-    settings = jsonable({**asdict(options), **own, **meant})
+    settings = jsonable({**options.to_json(), **own, **meant})
     settings.pop("limit")  # more documents of the same run are no other run
     kept = folder / "arm.json"
     if anew:
@@ -274,8 +220,7 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
     import lm_eval
     import lm_eval.evaluator
     from replayssm_tasks import reopen_thinking, task_manager
-
-    from ..quartiles.records import loops
+    from replayssm_tasks.loops import loops
 
     lm.generations.clear()
     # Its commit is that of the folder one happens to be in, and git complains where that is no checkout.
@@ -287,7 +232,8 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
             gen_kwargs=options.gen_kwargs,
             apply_chat_template=options.apply_chat_template,
             num_fewshot=options.num_fewshot,
-            task_manager=task_manager(),  # lm-eval's default one takes eight seconds to list tasks that are not asked for
+            # The default one of lm-eval lists all of its tasks, which takes eight seconds.
+            task_manager=task_manager(),
             log_samples=True,
             bootstrap_iters=0,
             verbosity="ERROR",
@@ -295,10 +241,10 @@ def _evaluate(lm: Any, task: Any, name: str, indices: list[int], options: Accura
     assert result is not None
     rows = []
     for row in result["samples"][name]:
-        made = lm.generation_of(row["arguments"][0][0]) if task.OUTPUT_TYPE == "generate_until" else None
+        made = lm.generation_for(row["arguments"][0][0]) if task.OUTPUT_TYPE == "generate_until" else None
         if made is not None:
-            text = reopen_thinking(row["arguments"][0][0], lm.tok_decode(made["ids"], skip_special_tokens=False))
-            row |= {"tokens": made["tokens"], "stop": made["stop"], "raw": text, "looped": loops(text)}
+            text = reopen_thinking(row["arguments"][0][0], lm.tok_decode(list(made.ids), skip_special_tokens=False))
+            row |= {"tokens": made.tokens, "stop": made.stop, "raw": text, "looped": loops(text)}
         if missing := [name for name in row["metrics"] if jsonable(row.get(name)) is None]:
             row["status"] = f"no score: {', '.join(missing)}"
         rows.append(row)

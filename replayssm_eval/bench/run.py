@@ -29,19 +29,9 @@ from .measure import (
     rule_inputs,
     scan_work,
 )
+from .options import DEFAULT_SCHEMES
 from .peers import Peer, delta_peers, plain_peers
 
-DEFAULT_SCHEMES = (
-    "fp32",
-    "fp16@16",
-    "fp8@16",
-    "nvfp4@16",
-    "nvfp4-rn@16",
-    "nvfp4/fp16@16",
-    "fp32@1",
-    "fp8@1",
-    "nvfp4@1",
-)
 DELTA_SCHEMES = ("fp32", "fp32@1", "nvfp4@16", "nvfp4/fp16@16", "fp8@1")
 VOCABULARY = 131072
 

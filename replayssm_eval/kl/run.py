@@ -5,7 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,63 +37,13 @@ from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .figure import kl_figure
 from .metrics import TokenMetrics, compare_hidden
+from .options import DEFAULT_SCHEMES, ENGINES, KlOptions
 from .series import RowInfo, Series, parquet, stack
 
-ENGINES = ("scan", "decode")
-DEFAULT_SCHEMES = ("nvfp4-rn@16", "nvfp4@16", "fp8@16", "nvfp4/fp16@16")
+__all__ = ["DEFAULT_SCHEMES", "ENGINES", "OUTPUT_FILES", "KlOptions", "row_infos", "run_kl"]
+
 OUTPUT_FILES = ("kl.json", "kl.parquet", "kl.png", "kl.svg", "report.md", "report.html")
 _MOST_NEGATIVE_KL = -1e-6  # below this a KL is wrong, not rounded
-
-
-@dataclass
-class KlOptions:
-    """Everything that decides the numbers of a run."""
-
-    model: str = "tiny-mamba2"
-    schemes: Sequence[str | Scheme] = DEFAULT_SCHEMES
-    corpus: str = "builtin"
-    books: Sequence[str] = ()
-    split: str = "test"
-    text_key: str | None = None
-    tokens: int = 16384
-    prompt_tokens: int = 0
-    chunk_size: int = 2048
-    seeds: Sequence[int] = (0,)
-    dtype: str = "auto"
-    device: str = "auto"
-    device_map: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    follow_hf_clamp: bool = False
-    backend: str = "auto"
-    engine: str = "scan"
-    random_weights: bool = False
-
-    def parsed(self) -> list[Scheme]:
-        """The schemes, each once. Raises UsageError for a bad option."""
-        for name, least in (("tokens", 2), ("chunk_size", 1), ("prompt_tokens", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
-        if self.prompt_tokens >= self.tokens:
-            raise UsageError(f"--prompt-tokens {self.prompt_tokens} leaves nothing to decode of --tokens {self.tokens}")
-        if self.engine not in ENGINES:
-            raise UsageError(f"unknown engine {self.engine!r}: use {' or '.join(ENGINES)}")
-        for name in ("schemes", "books"):
-            if isinstance(getattr(self, name), str):
-                raise UsageError(f"{name} is a string ({getattr(self, name)!r}): pass a list")
-        schemes = [parse_scheme(s) if isinstance(s, str) else s for s in self.schemes]
-        if not schemes:
-            raise UsageError("no scheme given: pass --scheme, e.g. --scheme nvfp4@16")
-        if not self.seeds:
-            raise UsageError("no seed given: pass --seed 0")
-        for seed in self.seeds:
-            if not 0 <= seed < 1 << 64:
-                raise UsageError(f"--seed {seed}: must be in [0, 2^64)")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise UsageError("a seed is given twice: its rows would be identical")
-        if repeated := [str(s) for s in dict.fromkeys(schemes) if schemes.count(s) > 1]:
-            raise UsageError(f"scheme {repeated[0]} is given twice: use --seed for repeats")
-        return schemes
 
 
 def row_infos(schemes: Sequence[Scheme], seeds: Sequence[int]) -> list[RowInfo]:
@@ -120,7 +70,8 @@ def run_kl(
 ) -> dict[str, Any]:
     """Run the comparison, write `output` and return what kl.json holds, with the folder under "output".
 
-    options, changes: a `KlOptions`, and fields of it as keywords, which win. output: the folder; None makes runs/kl-<model>-<time>.
+    options, changes: a `KlOptions`, and fields of it as keywords, which win.
+    output: the folder; None makes runs/kl-<model>-<time>.
     loaded: a model that is loaded already (options.model then only names it). progress: called after every chunk.
     "status" is "complete", "failed" (non-finite or wrong numbers: see "problems") or "interrupted".
     Raises UsageError for bad options or inputs, RunError when nothing can be compared.
@@ -133,15 +84,7 @@ def run_kl(
     folder = Path(output) if output is not None else default_output("kl", options.model)
     check_output(folder, overwrite, resume)
     books = load_books(options.corpus, list(options.books), options.split, options.text_key)
-    loaded = loaded or load(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        device_map=options.device_map,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        random_weights=options.random_weights,
-    )
+    loaded = loaded or load(options)
     run = _Run(options, loaded, books, row_infos(schemes, list(options.seeds)), folder, resume, progress)
     if overwrite and not resume:
         run.clear()
@@ -357,7 +300,7 @@ class _Run:
             "tokens": tokens,
             "prompt_tokens": prompt,
             "backend": self.backend,
-            "options": {**asdict(options), "schemes": [str(r.scheme) for r in self.rows[2:]]},
+            "options": {**options.to_json(), "schemes": [str(r.scheme) for r in self.rows[2:]]},
             "vocabulary": {
                 "columns": int(vocabulary),
                 "rule": "every column of the output head counts, padding included",

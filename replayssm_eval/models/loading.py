@@ -3,13 +3,14 @@
 import hashlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from replayssm_emulation import RunError, UsageError
 from replayssm_emulation.errors import require
 
+from .options import CheckpointOptions, ModelOptions
 from .registry import REGISTRY, ModelEntry
 
 _ASSETS = Path(__file__).parents[1] / "assets"
@@ -22,12 +23,6 @@ class Loaded:
     model: Any
     tokenizer: Any
     info: dict[str, Any]
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises UsageError for a name that `load` does not take."""
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype {dtype}: use auto, float32, bfloat16 or float16")
 
 
 def weights_digest(model: Any) -> str:
@@ -57,21 +52,11 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
-def load(
-    name: str,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    device_map: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    random_weights: bool = False,
-) -> Loaded:
-    """The model called `name`: a registry name, a hub id or a local folder.
+def load(wanted: str | CheckpointOptions, **changes: Any) -> Loaded:
+    """The model that the options name: a registry name, a hub id or a local folder.
 
-    dtype: "auto" is float32 for a testbed and the checkpoint's own otherwise. device: "auto" is the GPU when there is one.
-    device_map: handed to accelerate. random_weights: build a registered shape with random bf16 weights (the same in
-    every run; spread over several GPUs, others than on one) and read text with the testbed's tokenizer: for cost, memory and numerics, never for accuracy.
+    wanted: a name, or the options of a command. changes: fields of `ModelOptions`, which win over the options.
+    Random weights are the same in every run on the same number of GPUs.
     Raises UsageError when the model cannot be had or was not loaded completely.
     """
     import torch
@@ -81,9 +66,13 @@ def load(
     from .families import family_of
     from .hub import hub_reachable
 
+    named = ModelOptions(model=wanted) if isinstance(wanted, str) else ModelOptions.part(wanted)
+    options = replace(named, **changes)
+    options.check_model()
+    name, dtype, device = options.model, options.dtype, options.device
+    device_map, revision = options.device_map, options.revision
     entry = REGISTRY.get(name)
     location = location_of(name)
-    check_dtype(dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -92,7 +81,7 @@ def load(
         raise UsageError(f"--device {device} cannot be used: {str(error).strip().splitlines()[0]}") from None
     if device_map:
         require("accelerate", "multi-gpu", "--device-map")
-    if random_weights:
+    if options.random_weights:
         return _random(name, entry, dtype, device, device_map)
     torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and entry and entry.testbed:
@@ -103,7 +92,11 @@ def load(
     local = Path(location).is_dir()
     # Without network the cache may still hold the model; asking for it alone spares minutes of retries.
     offline = not local and not hub_reachable()
-    common = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local or offline}
+    common = {
+        "revision": revision,
+        "trust_remote_code": options.trust_remote_code,
+        "local_files_only": local or offline,
+    }
     try:
         config = AutoConfig.from_pretrained(location, **common)
         family_of(config.get_text_config())  # refuse before the weights are fetched

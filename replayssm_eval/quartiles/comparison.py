@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from replayssm_tasks.loops import LOOP_RULE
 from scipy import stats
 
 from .proportions import ALPHA, POWER, Z, detectable_difference, holm, mcnemar, paired_difference_interval, wilson
-from .records import LOOP_RULE
 
 SCHEMA = "replayssm-eval/quartiles@1"
 FEWEST = 4  # questions; with fewer there are no bins

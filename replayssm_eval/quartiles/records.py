@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from replayssm_emulation import UsageError
+from replayssm_tasks.loops import loops
 
 from .sample_log import Log, SampleRow, clean, filter_of
 
@@ -27,10 +28,6 @@ _NOT_METRICS = {
     *("tokens", "stop", "looped", "extracted", "repeat", "raw", "status"),
 }
 _NOTHING = {"[invalid]", ""}  # lm-eval's regex filters put the first where nothing matches
-_UNIT, _LONGEST_UNIT, _COPIES = 20, 1000, 5
-LOOP_RULE = (
-    f"the answer ends in {_COPIES} or more copies in a row of one stretch of {_UNIT} to {_LONGEST_UNIT} characters"
-)
 
 
 @dataclass(frozen=True)
@@ -247,23 +244,3 @@ def _tokens(value: Any, where: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"{where}: tokens {value!r} is not a count")
     return float(value)
-
-
-def loops(text: str) -> bool:
-    """Whether the answer ended in a loop: `LOOP_RULE`, white space at the end aside.
-
-    The last copy may be broken off. A list that counts ("Step 7: ...") is no loop, and none is seen before the end.
-    """
-    return _ends_periodic(text) or _ends_periodic(text.rstrip())
-
-
-def _ends_periodic(text: str) -> bool:
-    if len(text) < _UNIT * _COPIES:
-        return False
-    end, at = text[-_UNIT:], len(text) - _UNIT
-    while (at := text.rfind(end, max(0, len(text) - _UNIT - _LONGEST_UNIT), at + _UNIT - 1)) >= 0:
-        period = len(text) - _UNIT - at
-        span = period * (_COPIES - 1)
-        if _UNIT <= period <= len(text) // _COPIES and text[-span:] == text[-span - period : -period]:
-            return True
-    return False

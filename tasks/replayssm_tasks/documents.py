@@ -31,7 +31,7 @@ def math_level5(dataset: Iterable[Row]) -> Any:
 
 
 def gpqa_diamond(dataset: Iterable[Row]) -> Any:
-    """{"question", "choices", "answer", "subject"}: four choices in an order that only their text and the question's decide."""
+    """{"question", "choices", "answer", "subject"}: four choices. Only their text and the question decide the order."""
     return _dataset("replayssm_gpqa_diamond", dataset)
 
 
@@ -105,7 +105,10 @@ def _from_math(row: Row) -> dict[str, Any] | None:
 
 
 def choice_order(question: str, choices: Sequence[str]) -> list[int]:
-    """Indices of the choices, sorted by the SHA-256 of question and choice: the same in every process, whatever their order was."""
+    """Indices of the choices, sorted by the SHA-256 of question and choice.
+
+    The order is the same in every process and for every order of the input.
+    """
     return sorted(range(len(choices)), key=lambda i: hashlib.sha256(f"{question}\0{choices[i]}".encode()).digest())
 
 
@@ -152,7 +155,7 @@ _FROM_ROW: dict[str, Callable[[Row], dict[str, Any] | None]] = {
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a .jsonl, .json (a list), .parquet or .csv file, by its own reader: no cache, no network, no guessed types."""
+    """Rows of a .jsonl, .json (a list), .parquet or .csv file. Reads without a cache, a network or guessed types."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise UsageError(f"{path}: no such file")

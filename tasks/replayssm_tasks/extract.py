@@ -1,4 +1,6 @@
-r"""From a model's response to its answer: the text after thinking, then the last \boxed{...}, then a phrase, then the last line.
+r"""From the response of a model to its answer.
+
+The answer is in the text after thinking: in the last \boxed{...}, else behind a phrase, else in the last line.
 
 A response whose thinking never ended has no answer, and neither has one that stops inside its last box: those were cut,
 and an earlier number in them is not what the model settled on. `extract(kind, response, document)` returns the answer
@@ -47,7 +49,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_box(text: str) -> str | None:
-    r"""Contents of the last non-empty \boxed{...} or \fbox{...}; None if there is none, "" if the text ends inside it."""
+    r"""Contents of the last non-empty \boxed{...} or \fbox{...}. None without one; "" if the text ends inside it."""
     for found in reversed(list(_BOX.finditer(text))):
         if text[found.end() : found.end() + 1] == "{":
             end = _closing_brace(text, found.end())
@@ -147,7 +149,10 @@ _PROSE = re.compile(r" (?!(?:because|since|as|which|with|for|from|by)\b)[a-z]")
 
 
 def _letter_in(text: str, choices: Sequence[str], whole: bool) -> str | None:
-    """The letter that `text` begins with, or that of the choice that it is. whole: only the choice may follow the letter."""
+    """The letter that `text` begins with, or the letter of the choice that it spells out.
+
+    whole: nothing but the choice may follow the letter.
+    """
     text = text.strip().strip("*_ ")
     if not 0 < len(text) <= _LONGEST:
         return None

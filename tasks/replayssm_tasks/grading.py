@@ -1,6 +1,7 @@
 """What the task files name: lm-eval's filter that extracts an answer, and `process_results` for every kind of answer.
 
-Both metrics of a response: `extracted` is 0 when no answer was found in it, `exact_match` is 1 when the answer is right.
+A response has two metrics. `extracted` is 0 when no answer was found in it.
+`exact_match` is 1 when the answer is right.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,7 +5,8 @@ out here. Two answers are the same when, after layout, fonts and units are remov
 
 1. their text is the same; or
 2. both are numbers and equal as fractions, exactly: \frac{1}{2} = 1/2 = 0.5, but 0.333 is not 1/3; or
-3. both are expressions and agree to nine digits at three places (variables get fixed values): \frac{\sqrt{12}}{2} = \sqrt{3}; or
+3. both are expressions and agree to nine digits at three places, where variables get fixed values:
+   \frac{\sqrt{12}}{2} = \sqrt{3}; or
 4. both are lists, sets, tuples, intervals, unions, matrices or equations whose parts are the same.
 
 Units, degrees, currency and \text{...} beside a value do not count. A percent sign that only one side has may be either
@@ -74,7 +75,11 @@ def clean(text: str) -> str:
 
 
 def _without_text(text: str) -> str:
-    r"""\text{...} beside a value is a unit and goes; `and` and `or` separate the parts of a list; alone it is the answer."""
+    r"""Text without \text{...}.
+
+    Beside a value, \text{...} is a unit and goes. `and` and `or` separate the parts of a list.
+    Alone, \text{...} is the answer.
+    """
     text = re.sub(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s", ",", text)
     rest = _TEXT.sub(" ", text)
     return (
@@ -102,7 +107,10 @@ def _join_thousands(text: str) -> str:
 
 
 def exact_number(text: str) -> Fraction | None:
-    r"""The number that `text` is, units aside: `\$9{,}500`, `\frac{1}{2}`, `3\tfrac12`, `20\%` (20), `x = 5`; else None."""
+    r"""The number that `text` is, without units; else None.
+
+    Understands `\$9{,}500`, `\frac{1}{2}`, `3\tfrac12`, `20\%` (20) and `x = 5`.
+    """
     if len(text) > _LONGEST_TEXT:
         return None
     text = _side(clean(text)).rstrip("% ")
@@ -211,7 +219,10 @@ def _side(text: str) -> str:
 
 
 def _collection(text: str) -> tuple[str, list[str]]:
-    r"""Kind and parts: `\{1,2\}` is a set, `1,2` a list, `(1,2)`, `[1,2)` and so on are their own kind. `a \pm b` is two parts."""
+    r"""Kind and parts of a collection.
+
+    `\{1,2\}` is a set and `1,2` a list. `(1,2)`, `[1,2)` and so on are kinds of their own. `a \pm b` is two parts.
+    """
     kind, inner = "list", text
     if text.startswith(r"\{") and text.endswith(r"\}"):
         kind, inner = "set", text[2:-2]

@@ -152,7 +152,10 @@ class _Reader:
         return _power(base, self.argument(whole_number=True))
 
     def argument(self, whole_number: bool = False) -> Value:
-        r"""{...}, (...) or one token; of a number only its first digit, as LaTeX reads \frac12, unless `whole_number`."""
+        r"""{...}, (...) or one token.
+
+        Of a number it takes the first digit only, as LaTeX reads \frac12, unless `whole_number`.
+        """
         token = self.peek()
         if token[:1].isdigit() and len(token) > 1 and not whole_number:
             if "." in token:

@@ -13,22 +13,23 @@ count, modulo 10. With three letters, steps 4, 0 and 7, and two laps:
 
 What a testbed needs, and how this has it:
 
-- *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one. Every document ends
-  in the lap of count 1, and one in twelve has no other: a model can learn to recall a step from those first, then to add. (A sum that runs
-  on from letter to letter gives it nothing to learn before it knows both operands; it did not get past guessing there.)
+- *Easy at every step.* The next symbol is the next letter, a sum of two digits, or a count less one. Every document
+  ends in the lap of count 1, and one in twelve has no other. There a model first learns to recall a step,
+  then to add. (A sum that runs on from letter to letter teaches nothing before both operands are known.
+  A model trained on such sums did not get past guessing.)
 - *A long-lived state.* The steps are told once, and a symbol 4,000 tokens later still needs the right one. (The laps
-  before it have the same sums with other counts, so memory is refreshable in principle; attention over the prompt also does
-  without the state. A testbed for this task should have no attention layer, or have it first, where it cannot yet bind a
-  letter to its step.)
+  before it have the same sums with other counts, so memory is refreshable in principle. Attention over the prompt also
+  does without the state. A testbed for this task should have no attention layer, or have it first, where it cannot yet
+  bind a letter to its step.)
 - *One lapse of memory is one wrong answer*: an answer is right only as a whole.
 - *Known lengths.* Letters, digits and marks alternate, so a byte-level BPE tokenizer (which never merges across these
   classes) makes one token of every character: the length in characters is the length in tokens, 6 + 2 x letters a lap.
 - *No leakage.* A table of steps belongs to the test part if its SHA-256 begins with a byte divisible by 8, else to the
   training part. No training text of any seed shares its steps with a test document of any seed.
 
-It is meant for models trained on `training_text`, such as tiny-answers (12 letters, answers of up to 4,000 characters); it explains
-nothing to a chat model. `letters` sets how much has to
-be remembered. Document i of a seed depends on nothing but the seed, i and the settings, so a limit takes a prefix.
+It is meant for models trained on `training_text`, such as tiny-answers (12 letters, answers of up to 4,000
+characters). It explains nothing to a chat model. `letters` sets how much has to be remembered. Document i of a
+seed depends on nothing but the seed, i and the settings, so a limit takes a prefix.
 """
 
 import hashlib
@@ -65,7 +66,10 @@ def documents(
 
 
 def training_text(n: int, seed: int = 0, lengths: Sequence[int] = LENGTHS, letters: int = LETTERS) -> Iterator[str]:
-    """n training texts, prompt and answer in one, of the same distribution; end each with the tokenizer's end-of-text token."""
+    """n training texts of the same distribution, prompt and answer in one.
+
+    End each text with the end-of-text token of the tokenizer.
+    """
     return (d["prompt"] + d["answer"] for d in islice(_stream(seed, lengths, letters, "train"), n))
 
 
@@ -107,7 +111,7 @@ def extract_run(response: str) -> str | None:
 
 
 def first_error(reference: str, response: str) -> int | None:
-    """Index of the first character of the reference that the response lacks or has otherwise; None if the run is right."""
+    """Index of the first character that differs from the reference or is missing. None if the run is right."""
     run = re.sub(r"\s", "", response)
     return next((i for i, c in enumerate(reference) if run[i : i + 1] != c), None)
 

@@ -46,7 +46,9 @@ def task_config(
     max_gen_toks: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A new lm-eval task configuration with its functions resolved; lm-eval changes what it is given, so make one a run.
+    """A new lm-eval task configuration with its functions resolved.
+
+    lm-eval changes what it is given, so make a new one for every run.
 
     data_path: a .jsonl, .json, .parquet or .csv file with the fields of the hub's data set, read and checked at once.
     metadata: replaces entries of the task's metadata, such as `progression_documents`, `progression_seed`.
@@ -76,9 +78,10 @@ def task_config(
 
 
 def load_tasks(configs: Iterable[Mapping[str, Any] | str], offline: bool = False) -> list[Any]:
-    """lm-eval Task objects for `simple_evaluate(tasks=...)`, their data loaded; a data set that cannot be had is a UsageError.
+    """lm-eval Task objects for `simple_evaluate(tasks=...)`, with their data.
 
-    offline: look only into the local cache, for a machine that cannot reach the hub: the hub client retries for 20 seconds.
+    Raises UsageError for a data set that cannot be had.
+    offline: look only into the local cache. Without a network the hub client would retry for 20 seconds.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -109,7 +112,7 @@ def hub_error(task: str, dataset: str, subset: str | None, error: Exception) -> 
 
 
 def task_manager(include_defaults: bool = False, metadata: Mapping[str, Any] | None = None) -> Any:
-    """A TaskManager that knows these tasks. Without lm-eval's own 14,000 files it is ready at once, not after seconds."""
+    """A TaskManager that knows these tasks. It is ready at once, because it skips the 14,000 files of lm-eval."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=str(TASKS_PATH), include_defaults=include_defaults, metadata=dict(metadata or {}))

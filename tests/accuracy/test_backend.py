@@ -1,4 +1,4 @@
-"""lm-eval with rounded states: answers belong to their prompts, fp32 is the unpatched backend, the command line works."""
+"""lm-eval with rounded states: answers belong to their prompts, and fp32 is the unpatched backend."""
 
 import json
 import subprocess
@@ -11,7 +11,8 @@ from lm_eval.models.huggingface import HFLM
 from replayssm_emulation import UsageError
 
 from replayssm_eval.accuracy import backend as lm_backend
-from replayssm_eval.accuracy.backend import ReplayLM, document_of
+from replayssm_eval.accuracy.backend import ReplayLM, document_number
+from replayssm_eval.accuracy.stopping import Generation
 from replayssm_eval.models.loading import location_of
 
 PROMPTS = [
@@ -60,7 +61,7 @@ def rounded(unpatched):
 
 
 def test_an_answer_belongs_to_its_prompt(rounded) -> None:
-    """Alone or in a batch with left padding, first or last: the same text, the same count of tokens, the same stop reason."""
+    """Alone or in a batch with left padding, first or last: the same text, count of tokens and stop reason."""
     together = generate(rounded, PROMPTS)
     kept = dict(rounded.generations)
     rounded.generations.clear()
@@ -68,34 +69,38 @@ def test_an_answer_belongs_to_its_prompt(rounded) -> None:
     assert [generate(rounded, [p])[0] for p in PROMPTS] == together
     assert rounded.generations == kept
     for record in kept.values():
-        assert record["stop"] in ("eos", "stop", "length")
-        assert len(record["ids"]) == record["tokens"] <= 36
-        assert (record["stop"] == "length") == (record["tokens"] == 36)
+        assert record.stop in ("eos", "stop", "length")
+        assert len(record.ids) == record.tokens <= 36
+        assert (record.stop == "length") == (record.tokens == 36)
 
 
 def test_the_stop_reason_counts_tokens_up_to_the_stop(rounded) -> None:
     tokenizer, eos = rounded.tokenizer, rounded.eot_token_id
     text = tokenizer("A whale.\n\nB")["input_ids"]
-    assert rounded._generation("", text, ["\n\n"])["stop"] == "stop"
-    assert rounded.tok_decode(rounded._generation("", text, ["\n\n"])["ids"]).startswith("A whale.")
-    assert rounded._generation("", text, ["\n\n"])["tokens"] < len(text)
-    assert rounded._generation("", [5, 6, eos, eos], [])["tokens"] == 2
-    assert rounded._generation("", [5, 6, eos, eos], [])["stop"] == "eos"
-    assert rounded._generation("", [5, 6], [])["stop"] == "length"
+    assert rounded.stopping.generation("", text, ["\n\n"]).stop == "stop"
+    assert rounded.tok_decode(rounded.stopping.generation("", text, ["\n\n"]).ids).startswith("A whale.")
+    assert rounded.stopping.generation("", text, ["\n\n"]).tokens < len(text)
+    assert rounded.stopping.generation("", [5, 6, eos, eos], []).tokens == 2
+    assert rounded.stopping.generation("", [5, 6, eos, eos], []).stop == "eos"
+    assert rounded.stopping.generation("", [5, 6], []).stop == "length"
 
 
 def test_thinking_that_the_prompt_opened_is_not_forgotten(rounded) -> None:
     cut, ended = rounded.tokenizer(" so 12 and then")["input_ids"], rounded.tokenizer(" so 12</think> 42")["input_ids"]
     prompt = "How many?<think>"
-    key = document_of(rounded.tok_batch_encode([prompt])[0][0].tolist())
-    rounded.generations[key] = {"ids": cut, "text": " so 12 and then", "tokens": len(cut), "stop": "length"}
-    assert rounded._with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
-    assert rounded._with_thinking("How many?", " so 12 and then") == " so 12 and then"
+
+    def with_thinking(context, answer):
+        return rounded.stopping.with_thinking(context, answer, rounded.generation_for(context))
+
+    key = document_number(rounded.tok_batch_encode([prompt])[0][0].tolist())
+    rounded.generations[key] = Generation(tuple(cut), "length", " so 12 and then")
+    assert with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
+    assert with_thinking("How many?", " so 12 and then") == " so 12 and then"
     rounded.think_end_token = "</think>"
     try:
-        assert rounded._with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
-        rounded.generations[key] = {"ids": ended, "text": " so 12</think> 42", "tokens": len(ended), "stop": "eos"}
-        assert rounded._with_thinking(prompt, "42") == "42"  # lm-eval cut the thinking off
+        assert with_thinking(prompt, " so 12 and then") == "<think> so 12 and then"
+        rounded.generations[key] = Generation(tuple(ended), "eos", " so 12</think> 42")
+        assert with_thinking(prompt, "42") == "42"  # lm-eval cut the thinking off
     finally:
         rounded.think_end_token = None
 
@@ -137,7 +142,8 @@ def test_lm_evals_own_command_line(tmp_path) -> None:
     documents = [{"q": p, "a": "x"} for p in PROMPTS]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))
     (tmp_path / "toy.yaml").write_text(
-        f"task: replayssm_toy\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\ntest_split: test\n"
+        f"task: replayssm_toy\ndataset_path: json\ndataset_kwargs:\n"
+        f"  data_files:\n    test: {tmp_path}/data.jsonl\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\n"
         "generation_kwargs:\n  until: [\"\\n\\n\"]\n  max_gen_toks: 8\n  do_sample: false\n"
         "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"
@@ -199,9 +205,9 @@ def test_stop_strings_count_behind_the_thinking_part(
     rounded.generations.clear()
     assert generate(rounded, [prompt]) == [answer]
     (made,) = rounded.generations.values()
-    assert made["stop"] == stop
+    assert made.stop == stop
     if stop == "stop":
-        assert made["tokens"] < len(ids)
+        assert made.tokens < len(ids)
 
 
 def test_a_special_token_stops_too(rounded, monkeypatch) -> None:
@@ -209,7 +215,7 @@ def test_a_special_token_stops_too(rounded, monkeypatch) -> None:
     ids = rounded.tok_encode(" white as snow and")
     mark = rounded.tokenizer.convert_ids_to_tokens(ids[2])
     monkeypatch.setattr(type(rounded.tokenizer), "all_special_tokens", property(lambda self: [mark]))
-    made = rounded._generation("The whale was", ids, [mark])
-    assert made["stop"] == "stop"
-    assert made["text"] == rounded.tok_decode(ids[:2])
-    assert rounded._generation("The whale was", ids[:2], [mark])["stop"] == "length"
+    made = rounded.stopping.generation("The whale was", ids, [mark])
+    assert made.stop == "stop"
+    assert made.text == rounded.tok_decode(ids[:2])
+    assert rounded.stopping.generation("The whale was", ids[:2], [mark]).stop == "length"

@@ -1,4 +1,4 @@
-"""The accuracy run on a tiny random model: arms apart, every answer with its facts, a kill loses a block and changes nothing."""
+"""The accuracy run on a tiny random model: arms stay apart, and a kill loses a block and changes nothing."""
 
 import json
 import logging
@@ -17,7 +17,8 @@ from replayssm_emulation import UsageError
 from replayssm_tasks import progression
 from transformers import AutoTokenizer, NemotronHConfig, NemotronHForCausalLM
 
-from replayssm_eval.accuracy.run import CONTROL, AccuracyOptions, arms_of, run_accuracy
+from replayssm_eval.accuracy.options import AccuracyOptions
+from replayssm_eval.accuracy.run import CONTROL, planned_arms, run_accuracy
 from replayssm_eval.models.loading import Loaded, load, location_of
 from replayssm_eval.quartiles.run import run_quartiles
 from replayssm_eval.results.files import code_digest
@@ -39,8 +40,9 @@ def tiny():
     tokenizer = AutoTokenizer.from_pretrained(location_of("tiny-mamba2"))
     torch.manual_seed(0)
     config = NemotronHConfig(
-        vocab_size=len(tokenizer), hidden_size=16, hybrid_override_pattern="MM*", intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=10, ssm_state_size=16, n_groups=1, chunk_size=32,
+        vocab_size=len(tokenizer), hidden_size=16, hybrid_override_pattern="MM*", intermediate_size=16,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=10,
+        ssm_state_size=16, n_groups=1, chunk_size=32,
     )  # fmt: skip
     model = NemotronHForCausalLM(config).eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
@@ -55,8 +57,10 @@ def no_list_of_packages(monkeypatch):
 
 @pytest.fixture
 def canned(monkeypatch):
-    """A function that lets the model say reply(prompt, row), `row` being the scheme and seed of its batch row; answers that
-    are shorter than what may be generated end by themselves."""
+    """A function that lets the model say reply(prompt, row). `row` has the scheme and seed of the batch row.
+
+    Answers that are shorter than what may be generated end by themselves.
+    """
 
     def install(reply):
         def generate(lm, context, max_length, stop, **_):
@@ -126,7 +130,7 @@ def test_answers_of_other_options_are_not_mixed_in(tiny, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
-    """E5: fp32, nvfp4 with two seeds, and to nearest. Every arm gives every answer itself, also when a kill came between."""
+    """E5: fp32, nvfp4 with two seeds, and to nearest. Every arm gives every answer itself, also after a kill."""
     asked, kill_at = Counter(), None
 
     def reply(prompt, row):
@@ -173,7 +177,7 @@ def test_no_answer_is_shared(tiny, tmp_path, canned) -> None:
 
 
 def test_a_folder_is_not_gone_on_with_by_another_run(tiny, tmp_path, canned) -> None:
-    """E5: what decides an answer and is not in its name: seed, generation settings, examples, model, revision, documents."""
+    """E5: the folder name holds neither seed, generation settings, examples, model, revision nor documents."""
     canned(lambda prompt, row: "42")
     data, out = tmp_path / "gsm.jsonl", tmp_path / "out"
     common = {
@@ -214,7 +218,7 @@ def test_a_folder_is_not_gone_on_with_by_another_run(tiny, tmp_path, canned) -> 
 
 
 def test_no_reply_and_no_score_breaks_a_log(tiny, tmp_path, canned, monkeypatch) -> None:
-    """E7: half a surrogate pair in every reply, and scores of every kind; NaN has a status, and counts as no answer at all."""
+    """E7: half a surrogate pair in every reply, and scores of every kind. NaN has a status and no weight."""
     scores = [
         float("nan"),
         np.float32(1),
@@ -287,10 +291,10 @@ def test_thinking_from_the_reply_to_the_table(tiny, tmp_path, canned) -> None:
 
 @pytest.mark.slow
 def test_the_control_answers_in_another_batch(tmp_path, monkeypatch) -> None:
-    """T3: greedy answers of the testbed, which reads its state, in a batch of 4 and one by one; then with rounded states."""
+    """T3: greedy answers of the testbed in a batch of 4 and one by one; then with rounded states."""
     options = AccuracyOptions(schemes=["nvfp4-rn@5"], limit=4, batch_size=4, max_gen_toks=24)
-    arms = [replace(arm, batch_size=1) if arm.name == CONTROL else arm for arm in arms_of(options)]
-    monkeypatch.setattr("replayssm_eval.accuracy.run.arms_of", lambda options: arms)
+    arms = [replace(arm, batch_size=1) if arm.name == CONTROL else arm for arm in planned_arms(options)]
+    monkeypatch.setattr("replayssm_eval.accuracy.run.planned_arms", lambda options: arms)
     reference, control, scheme = run_accuracy(options, tmp_path / "out", loaded=load("tiny-mamba2")).values()
     answers = [[row["raw"] for row in rows(folder)] for folder in (reference, control, scheme)]
     assert answers[0] == answers[1] != answers[2]

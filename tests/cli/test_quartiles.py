@@ -205,7 +205,9 @@ def test_a_format_keeps_its_colour() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from replayssm_eval.cli.main import app; from typer.testing import CliRunner; r = CliRunner().invoke(app, ['quartiles', '--help']);"
-        "assert r.exit_code == 0 and 'REFERENCE' in r.output, r.output; assert not {'torch', 'scipy', 'numpy', 'matplotlib'} & set(sys.modules)"
+        "import sys; from replayssm_eval.cli.main import app; from typer.testing import CliRunner; "
+        "r = CliRunner().invoke(app, ['quartiles', '--help']); "
+        "assert r.exit_code == 0 and 'REFERENCE' in r.output, r.output; "
+        "assert not {'torch', 'scipy', 'numpy', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 from replayssm_emulation import UsageError
+from replayssm_tasks.loops import loops
 
 from replayssm_eval.quartiles.pairing import lengths, pair
-from replayssm_eval.quartiles.records import choose_metric, loops, records
+from replayssm_eval.quartiles.records import choose_metric, records
 from replayssm_eval.quartiles.run import evaluate
 from replayssm_eval.quartiles.sample_log import choose_filter, read_log
 
