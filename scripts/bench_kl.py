@@ -16,8 +16,7 @@ import torch
 from replayssm_emulation import get_format, quantize_with_noise, state_noise
 
 from replayssm_eval import run_kl
-from replayssm_eval.inference import session
-from replayssm_eval.kl import metrics
+from replayssm_eval.inference import metrics, session
 from replayssm_eval.kl import run as kl
 
 

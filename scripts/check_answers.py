@@ -20,7 +20,7 @@ from replayssm_kernels import BatchRow
 from replayssm_tasks.progression import LENGTHS, LETTERS, documents
 
 from replayssm_eval import attach
-from replayssm_eval.accuracy.backend import document_of
+from replayssm_eval.accuracy.backend import document_number
 from replayssm_eval.inference.forward import hidden_states, new_cache
 from replayssm_eval.models.loading import load
 
@@ -40,7 +40,7 @@ def missed(loaded, docs, scheme) -> list[int]:
         prompt = len(loaded.tokenizer(part[0]["prompt"])["input_ids"])  # all prompts are as long
         longest = max(map(len, ids))
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=loaded.model.device)
-        rows = [BatchRow(scheme, document=document_of(row[:prompt]), prompt=prompt) for row in ids]
+        rows = [BatchRow(scheme, document=document_number(row[:prompt]), prompt=prompt) for row in ids]
         with attach(loaded.model, rows, probe=first == 0):
             cache, said = new_cache(loaded.model, longest), []
             for at in range(0, longest, CHUNK):

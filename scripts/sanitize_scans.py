@@ -36,8 +36,8 @@ def scan_all(device: str, backend: str) -> list[tuple[str, torch.Tensor]]:
         beta = torch.rand(len(rows), tokens, 4, generator=g)
         log_decay = -0.1 * torch.rand(len(rows), tokens, 4, *([d_k] if rule.per_channel else []), generator=g)
         inputs = [x.to(device) for x in (q, k, v, beta, log_decay)]
-        for part in zip(*(x.split(PIECES, dim=1) for x in inputs), strict=True):
-            o, carry = replay_scan(*part, rows, carry, layer=3, rule=rule, backend=backend)
+        for q, k, v, beta, log_decay in zip(*(x.split(PIECES, dim=1) for x in inputs), strict=True):
+            o, carry = replay_scan(q, k, v, beta, log_decay, rows, carry, layer=3, rule=rule, backend=backend)
             parts.append(o)
         found.append((f"{rule.value}, heads of {d_v} x {d_k}", torch.cat(parts, dim=1).cpu()))
     return found

@@ -14,7 +14,7 @@ import torch
 from replayssm_emulation import Rule, Scheme, UsageError, parse_scheme
 from replayssm_kernels import BACKENDS, BatchRow, choose_backend, compile_only, replay_scan
 
-from ..kl.metrics import compare_logits
+from ..inference.metrics import compare_logits
 from ..results.files import provenance
 from .measure import (
     Ceilings,

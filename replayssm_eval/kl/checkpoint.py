@@ -23,9 +23,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from ..inference.kv_cache import KeysAndStateWithRoom, KeysWithRoom
+from ..inference.metrics import TokenMetrics
 from ..inference.session import Session
 from ..results.files import write_atomic
-from .metrics import TokenMetrics
 from .series import METRICS
 
 _SHARE_OF_RUN = 1 / 20

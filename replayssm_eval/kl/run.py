@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..inference.attach import attach
 from ..inference.forward import hidden_states, hidden_states_by_token, layer_devices, new_cache
+from ..inference.metrics import TokenMetrics, compare_hidden
 from ..inference.session import Session
 from ..models.loading import Loaded, load, weights_digest
 from ..results.files import (
@@ -36,7 +37,6 @@ from . import statistics as stats
 from .checkpoint import Checkpoint
 from .corpus import Book, load_books
 from .figure import kl_figure
-from .metrics import TokenMetrics, compare_hidden
 from .options import DEFAULT_SCHEMES, ENGINES, KlOptions
 from .series import RowInfo, Series, parquet, stack
 

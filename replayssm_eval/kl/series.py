@@ -8,7 +8,7 @@ import numpy as np
 from replayssm_emulation import Scheme
 from torch import Tensor
 
-from .metrics import TokenMetrics
+from ..inference.metrics import TokenMetrics
 
 METRICS = tuple(TokenMetrics.__dataclass_fields__)
 

@@ -9,8 +9,8 @@ import torch
 from replayssm_kernels.triton_backend import logits as kl_kernel
 from replayssm_kernels.triton_backend.logits import compare_logits_triton
 
-from replayssm_eval.kl import metrics
-from replayssm_eval.kl.metrics import TokenMetrics, compare_hidden, compare_logits
+from replayssm_eval.inference import metrics
+from replayssm_eval.inference.metrics import TokenMetrics, compare_hidden, compare_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.interpreter

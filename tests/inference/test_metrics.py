@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from replayssm_eval.kl import metrics
-from replayssm_eval.kl.metrics import compare_hidden, compare_logits
+from replayssm_eval.inference import metrics
+from replayssm_eval.inference.metrics import compare_hidden, compare_logits
 
 INF, NAN = torch.inf, torch.nan
 
