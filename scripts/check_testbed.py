@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 
 NEAREST, STOCHASTIC, SEPARATE = "nvfp4-rn@16", "nvfp4@16", "nvfp4/fp16@16"
 EARLY, VERY_EARLY, LATE = (0, 1024), 256, (65536, 131072)
-# What an error does: without the delta rule it decays as the state does; with it every write also erases the error along its key,
-# so that a shared copy's drift levels off where writes erase as much as roundings add. About half of what the first curves showed.
+# Without the delta rule, an error decays as the state does. With it, every write also erases the error along its key:
+# a shared copy's drift levels off where writes erase as much as roundings add. Limits are half of the first curves'.
 LIMITS = {"plain": (10, 30, 5, 1.5), "delta": (2, 10, 1.5, 1.2)}
 
 
@@ -97,7 +97,8 @@ def main() -> None:
             failed |= not holds
             print(f"  {'ok  ' if holds else 'FAIL'} {condition:65} {value:.4g}")
         print(
-            f"       the curves of {NEAREST} and {STOCHASTIC} cross at about {crossing(kl[NEAREST], kl[STOCHASTIC])} tokens"
+            f"       the curves of {NEAREST} and {STOCHASTIC} cross at about "
+            f"{crossing(kl[NEAREST], kl[STOCHASTIC])} tokens"
         )
     sys.exit(failed)
 

@@ -74,8 +74,7 @@ def run_accuracy(
 def _tasks(options: AccuracyOptions) -> dict[str, Any]:
     """lm-eval task objects by name, with documents. Data that cannot be had is refused before the model is loaded."""
     from replayssm_tasks import NAMES, load_tasks, task_config
-
-    from ..models.hub import hub_reachable
+    from replayssm_tasks.hub import hub_reachable
 
     configs: list[dict[str, Any] | str] = []
     others = []

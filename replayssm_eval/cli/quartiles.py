@@ -1,7 +1,7 @@
 """The command `quartiles`. Heavy imports happen inside it, so that --help answers at once."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,9 +30,11 @@ def quartiles(
     as_json: Json = False,
 ) -> None:
     """Accuracy by the reference arm's answer length, from lm-eval sample logs."""
+    from ..models.loading import location_of
     from ..quartiles.run import run_quartiles
 
-    result = run_quartiles(**asdict(options), output=output, overwrite=overwrite)
+    tokenizer = None if options.tokenizer is None else location_of(options.tokenizer)
+    result = run_quartiles(**asdict(replace(options, tokenizer=tokenizer)), output=output, overwrite=overwrite)
     for note in () if quiet else result["notes"]:
         print(f"replayssm-eval: {note}", file=sys.stderr)
     for warning in result["warnings"]:

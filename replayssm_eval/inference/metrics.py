@@ -19,9 +19,11 @@ KERNEL_BLOCK_BYTES = 1 << 30  # the kernel has no temporaries: a block of logits
 class TokenMetrics:
     """Arrays `[R, T]`, natural-log units; row 0 is the reference.
 
-    kl: KL(reference ‖ row) over the full vocabulary, +inf where the row excludes a token that the reference does not,
-    NaN where either distribution is undefined. same_top1: whether the most likely token agrees (False where KL is NaN). nll: of the next token
-    of the text, NaN where the text ends. entropy: of the row's own distribution.
+    kl: KL(reference ‖ row) over the full vocabulary. It is +inf where the row excludes a token that the reference
+    allows, and NaN where either distribution is undefined.
+    same_top1: whether the most likely token agrees (False where KL is NaN).
+    nll: negative log-likelihood of the text's next token, NaN where the text ends.
+    entropy: entropy of the row's own distribution.
     """
 
     kl: np.ndarray
@@ -44,8 +46,8 @@ def compare_logits(logits: Tensor, targets: Tensor) -> TokenMetrics:
 def compare_hidden(hidden: Tensor, head: Any, targets: Tensor, backend: str = "torch") -> TokenMetrics:
     """Metrics from last hidden states `[R, T, hidden]` and the output head, in blocks: whole logits never exist.
 
-    backend: one of `replayssm_kernels.BACKENDS`. "torch" is `compare_logits`; "triton" one kernel with fp32 sums, for which see
-    `replayssm_kernels.kl`. Nothing leaves the device before all is computed.
+    backend: one of `replayssm_kernels.BACKENDS`. "torch" is `compare_logits`. "triton" is one kernel with fp32 sums,
+    see `replayssm_kernels.triton_backend.logits`. Nothing leaves the device before everything is computed.
     """
     kernel = choose_backend(backend, hidden.device) == "triton"
     limit = BLOCK_ELEMENTS.get(hidden.device.type, 1 << 21)
@@ -63,8 +65,8 @@ def compare_hidden(hidden: Tensor, head: Any, targets: Tensor, backend: str = "t
 def _logit_blocks(hidden: Tensor, head: Any, block: int, dtype: torch.dtype | None) -> Iterator[tuple[int, Tensor]]:
     """(first token, contiguous logits `[R, T, V]`) per block of tokens, all in the same memory; dtype None: the head's.
 
-    A row is a product of its own, from a copy of its own: equal rows have equal logits whatever the shape does to the order of
-    sums, or their place in memory.
+    Every row is a product of its own, from a copy of its own. So equal rows have equal logits, whatever the shape or the
+    place in memory does to the order of sums.
     """
     memory = torch.empty(0)
     for a in range(0, hidden.shape[1], block):

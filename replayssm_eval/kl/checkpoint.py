@@ -161,7 +161,7 @@ def _covered(chunks: dict[int, TokenMetrics]) -> int:
 
 
 def _cache_tensors(layer: Any) -> dict[str, Any]:
-    """What a transformers cache layer holds: keys and values of attention, conv and recurrent state of a state layer."""
+    """Tensors of a transformers cache layer: keys and values, or the conv and recurrent state of a state layer."""
     tensors = {"keys": getattr(layer, "keys", None), "values": getattr(layer, "values", None)}
     tensors["conv"] = getattr(layer, "conv_states", {}).get(0)
     tensors["recurrent"] = getattr(layer, "recurrent_states", {}).get(0)

@@ -43,7 +43,8 @@ def load_books(
         available = _pg19(split)
     elif corpus == "deepmind/pg19":
         raise UsageError(
-            f"deepmind/pg19 is a script data set, which datasets >= 4 cannot load: use --corpus pg19 ({PG19}) or a local folder"
+            "deepmind/pg19 is a script data set, which datasets >= 4 cannot load: "
+            f"use --corpus pg19 ({PG19}) or a local folder"
         )
     else:
         available = _local(Path(corpus), text_key)
@@ -99,7 +100,10 @@ def _match(want: str, index: int, title: str) -> int:
 
 
 def decode_utf8(data: bytes, source: str) -> str:
-    """UTF-8 text of `data`, without a byte-order mark. Raises UsageError with the file and the offset of the first bad byte."""
+    """UTF-8 text of `data`, without a byte-order mark.
+
+    Raises UsageError with the file and the offset of the first bad byte.
+    """
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -143,7 +147,8 @@ def _from_row(row: dict, source: str, text_key: str | None, index: int) -> Book:
     key = text_key or next((k for k in _TEXT_KEYS if k in row), None)
     if key is None or key not in row:
         raise UsageError(
-            f"{source}: no text key {text_key or ' or '.join(_TEXT_KEYS)}; found {', '.join(row)}; name it with --text-key"
+            f"{source}: no text key {text_key or ' or '.join(_TEXT_KEYS)}; found {', '.join(row)}; "
+            "name it with --text-key"
         )
     if not isinstance(row[key], str):
         raise UsageError(f"{source}: {key} is not text but {type(row[key]).__name__}")
@@ -183,8 +188,7 @@ def _parquet(path: Path, text_key: str | None) -> Iterator[Book]:
 def _pg19(split: str) -> Iterator[Book]:
     require("datasets", "pg19", "--corpus pg19")
     from datasets import load_dataset
-
-    from ..models.hub import hub_reachable
+    from replayssm_tasks.hub import hub_reachable
 
     advice = "pass --corpus builtin, or a local file or folder"
     if not hub_reachable():

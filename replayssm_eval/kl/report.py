@@ -52,7 +52,10 @@ def reading(result: dict[str, Any]) -> list[str]:
 
 
 def _level_from(intervals: list[list[float] | None]) -> int | None:
-    """The first bin from which on none lies below the last one's interval, if those are three bins or more: two doublings."""
+    """The bin where growth stops: from it on, no interval lies below that of the last bin.
+
+    None if fewer than three bins are left, which are two doublings.
+    """
     last = intervals[-1]
     assert last is not None
     below = [i for i, ci in enumerate(intervals) if ci is None or ci[1] < last[0]]

@@ -95,7 +95,9 @@ def row_statistics(
     entropy: np.ndarray,
     bins: list[tuple[int, int]],
 ) -> dict[str, Any]:
-    """The numbers of one row of `kl.json` from its per-token series, each `[books, tokens]`; entropy is the reference's.
+    """The numbers of one row of `kl.json` from its per-token series, each `[books, tokens]`.
+
+    entropy: entropy of the reference.
 
     Only the tokens of `bins` count. Non-finite KL values are counted and kept out of every mean and quantile.
     """

@@ -61,10 +61,10 @@ def load(wanted: str | CheckpointOptions, **changes: Any) -> Loaded:
     """
     import torch
     import transformers
+    from replayssm_tasks.hub import hub_reachable
     from transformers import AutoConfig, AutoTokenizer
 
     from .families import family_of
-    from .hub import hub_reachable
 
     named = ModelOptions(model=wanted) if isinstance(wanted, str) else ModelOptions.part(wanted)
     options = replace(named, **changes)

@@ -21,10 +21,10 @@ def model_sizes(name: str) -> dict[str, Any]:
     Raises UsageError for a model that cannot be found.
     """
     import torch
+    from replayssm_tasks.hub import hub_reachable
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from .families import family_of
-    from .hub import hub_reachable
 
     entry = REGISTRY.get(name)
     if entry is not None and entry.shape is not None:

@@ -30,9 +30,10 @@ FALLS, RISES = "falls with length", "rises with length"
 class Arm:
     """One arm over the N paired questions.
 
-    role: "reference", "scheme" or "control". score `[N]` in [0, 1]: mean over a question's answers. length `[N]`: median
-    over them, NaN where not known. answers `[N]`: how many. truncated, looped `[N]`: how many of them, not_extracted `[N]`:
-    how many of what the filter made of them; NaN where not recorded.
+    role: "reference", "scheme" or "control". score `[N]` in [0, 1]: mean over a question's answers.
+    length `[N]`: median over a question's answers, NaN where it is not known. answers `[N]`: number of answers.
+    truncated, looped `[N]`: number of such answers. not_extracted `[N]`: filtered responses without an answer.
+    These three are NaN where they are not recorded.
     """
 
     name: str
@@ -48,9 +49,9 @@ class Arm:
 def assign_bins(length: np.ndarray, tie: Sequence[str], bins: int) -> np.ndarray:
     """Bin of every question `[N]`, -1 where the length is not known.
 
-    Questions are ordered by (length, tie) and cut into `bins` runs whose sizes differ by at most one, longer runs first:
-    equal lengths may fall on both sides of an edge, never all into one bin. With fewer questions than
-    bins the last are empty; without bins all are -1.
+    Questions are ordered by (length, tie) and cut into `bins` runs. Sizes differ by at most one, longer runs first.
+    Equal lengths may fall on both sides of an edge, never all into one bin. With fewer questions than bins the last
+    bins are empty. Without bins all are -1.
     """
     out = np.full(len(length), -1)
     order = sorted(np.flatnonzero(np.isfinite(length)).tolist(), key=lambda i: (length[i], tie[i]))
@@ -79,7 +80,8 @@ def compare(arms: Sequence[Arm], tie: Sequence[str], bins: int = 4, averaged: bo
         warnings.append(f"{n - binned} questions without a known reference length are in the overall row only.")
     if not averaged and (right := int(reference.score.sum())) < FEWEST_RIGHT:
         warnings.append(
-            f"The reference is right in {right} of {n} questions: whatever the others lose, it cannot be told from chance."
+            f"The reference is right in {right} of {n} questions: "
+            "whatever the others lose, it cannot be told from chance."
         )
     groups = [np.flatnonzero(which == b) for b in range(bins)]
     everything = np.arange(n)
@@ -284,8 +286,10 @@ def methods(averaged: bool) -> dict[str, str]:
     """How every number came about, in words."""
     several = "scores are means over a question's answers (or not 0 and 1): "
     return {
-        "length": "generated tokens, thinking included, where the reference records them; otherwise of its logged text, thinking as it is there",
-        "bins": "questions ordered by the reference's length (median over its answers), ties by doc_hash, cut into runs whose sizes differ by at most one; lo and hi are included",
+        "length": "generated tokens, thinking included, where the reference records them; "
+        "otherwise of its logged text, thinking as it is there",
+        "bins": "questions ordered by the reference's length (median over its answers), ties by doc_hash, "
+        "cut into runs whose sizes differ by at most one; lo and hi are included",
         "accuracy": "mean score; an answer that was not extracted counts as not correct; 95% Wilson score interval"
         + (" of the sum of the means" if averaged else ""),
         "difference": "variant minus reference on the same questions; "
@@ -301,15 +305,18 @@ def methods(averaged: bool) -> dict[str, str]:
             if averaged
             else "exact McNemar test of gains against losses, two-sided"
         ),
-        "holm_p": "Holm over bins x schemes, controls left out; over the schemes for the overall rows and for the trends",
+        "holm_p": "Holm over bins x schemes, controls left out; "
+        "over the schemes for the overall rows and for the trends",
         "detectable_difference": "smallest true difference that one test at 5%, before Holm, finds with 80% probability"
         + (
             " (normal approximation, observed spread)"
             if averaged
             else " at the observed share of discordant pairs (exact)"
         ),
-        "trend": f"slope of the paired difference per doubling of the reference's length; permutation test, {PERMUTATIONS:,} draws, two-sided",
-        "verdict": "loss or gain: Holm p at most 5% (a control: its own p) and outside ± the control's largest difference in that bin; inside it the difference is undecided",
+        "trend": "slope of the paired difference per doubling of the reference's length; "
+        f"permutation test, {PERMUTATIONS:,} draws, two-sided",
+        "verdict": "loss or gain: Holm p at most 5% (a control: its own p) and outside ± the control's largest "
+        "difference in that bin; inside it the difference is undecided",
         "not_extracted": "our own record, else a filtered response that is empty, null or [invalid]",
         "looped": f"our own record, else {LOOP_RULE}",
         "length_ratio": "median over questions of variant length / reference length",

@@ -46,7 +46,8 @@ def pair(arms: Sequence[Sequence[Record]]) -> Pairing:
     common = [key for key in indexed[0] if all(key in other for other in indexed[1:])]
     if not common:
         raise UsageError(
-            f"no document is in all arms ({', '.join(f'{a[0].file}: {len(a)}' for a in arms)}; paired on {' + '.join(keys)})"
+            f"no document is in all arms ({', '.join(f'{a[0].file}: {len(a)}' for a in arms)}; "
+            f"paired on {' + '.join(keys)})"
         )
     questions = [tuple(index[key] for index in indexed) for key in common]
     scored = [q for q in questions if not any(math.isnan(r.score) for r in q)]
@@ -99,7 +100,8 @@ def _refuse_mismatch(reference: dict[tuple, Record], other: dict[tuple, Record])
                     "target_hash": "has another target",
                 }[what]
                 raise UsageError(
-                    f"document {a.label} ({b.source}) {reason} than in {a.source}: {what} {theirs[:12]}, not {mine[:12]}; "
+                    f"document {a.label} ({b.source}) {reason} than in {a.source}: "
+                    f"{what} {theirs[:12]}, not {mine[:12]}; "
                     "compare runs of one task version, prompt template and few-shot seed"
                 )
 
@@ -126,8 +128,9 @@ def lengths(
     warnings = []
     if not recorded[0]:
         warnings.append(
-            f"Lengths are {unit} of the logged text: no token counts are recorded in {names[0]}. lm-eval strips the thinking part "
-            "before it logs" + ("; pass --tokenizer to count tokens." if characters else ".")
+            f"Lengths are {unit} of the logged text: no token counts are recorded in {names[0]}. "
+            "lm-eval strips the thinking part before it logs"
+            + ("; pass --tokenizer to count tokens." if characters else ".")
         )
     out = np.full((len(names), len(questions)), np.nan)
     for arm, name in enumerate(names):

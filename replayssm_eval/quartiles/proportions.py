@@ -1,4 +1,4 @@
-"""Shares of right answers: intervals, the paired test and its power. Everything comes from counts that the tables show."""
+"""Shares of right answers: intervals, the paired test and its power. All come from counts that the tables show."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,10 @@ def wilson(right: float, n: int) -> list[float] | None:
 
 
 def paired_difference_interval(gains: float, losses: float, n: int) -> list[float] | None:
-    """95% score interval of (gains - losses) / n, the difference of two paired shares (Tango, Statistics in Medicine 17,
-    1998, p. 891): every difference that a score test does not reject. None when n is 0.
+    """95% score interval of (gains - losses) / n, the difference of two paired shares.
+
+    It holds every difference that a score test does not reject (Tango, Statistics in Medicine 17, 1998, p. 891). None when
+    n is 0.
 
     At difference d the share of losses q is its likeliest value under d, the larger root of
     2n q² + ((2n - gains + losses) d - gains - losses) q - losses d (1 - d) = 0, and the statistic is
@@ -52,7 +54,7 @@ def mcnemar(gains: int, losses: int) -> float:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Holm's adjusted p values (Scandinavian Journal of Statistics 6, 1979, p. 65) in the order given; None stays None."""
+    """Holm's adjusted p values in the order given; None stays None (Scand. Journal of Statistics 6, 1979, p. 65)."""
     order = sorted((p, i) for i, p in enumerate(values) if p is not None)
     out: list[float | None] = [None] * len(values)
     running = 0.0

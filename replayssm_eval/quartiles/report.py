@@ -90,7 +90,8 @@ def _p(value: float | None) -> str:
 
 def title(result: dict[str, Any], variant: dict[str, Any]) -> str:
     """Heading of an arm's table."""
-    return f"{shown_name(variant)} against {result['reference']['name']}, by the reference's answer length ({result['length_unit']})"
+    arms = f"{shown_name(variant)} against {result['reference']['name']}"
+    return f"{arms}, by the reference's answer length ({result['length_unit']})"
 
 
 def reading(result: dict[str, Any], variant: dict[str, Any]) -> list[str]:
@@ -105,7 +106,8 @@ def reading(result: dict[str, Any], variant: dict[str, Any]) -> list[str]:
             p = f"p {_p(cell['mcnemar_p'])}" if variant["role"] == "control" else f"Holm p {_p(cell['holm_p'])}"
             counts = f"{cell['losses']} of {cell['n']} questions lost, {cell['gains']} won"
             lines.append(
-                f"{name}: {cell['verdict']} {_where([label], unit)}: {_percent(cell['difference'], '+')} points ({counts}; {p})."
+                f"{name}: {cell['verdict']} {_where([label], unit)}: "
+                f"{_percent(cell['difference'], '+')} points ({counts}; {p})."
             )
     unclear = [(label, cell["detectable_difference"]) for label, cell in cells if cell["verdict"] == UNDECIDED]
     if unclear:
@@ -136,7 +138,8 @@ def reading(result: dict[str, Any], variant: dict[str, Any]) -> list[str]:
         )
     if variant["role"] == "control" and any(cell["verdict"] in (LOSS, GAIN) for _, cell in cells):
         lines.append(
-            f"{name} differs from the reference by more than chance allows: find out why before you trust a difference of a scheme."
+            f"{name} differs from the reference by more than chance allows: "
+            "find out why before you trust a difference of a scheme."
         )
     return lines
 

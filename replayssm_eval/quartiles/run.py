@@ -38,7 +38,8 @@ def run_quartiles(
     """Compare the answers of sample logs by the reference's answer length; write the output folder.
 
     reference, variants: sample files or folders. controls: names among the variants, or further files and folders.
-    names: of the arms in that order, default their file or folder names. task, filter_name, metric: which samples and score.
+    names: names of the arms in that order; by default those of their files or folders.
+    task, filter_name, metric: which samples and which score.
     tokenizer: counts tokens where none are recorded. bins: how many. allow_cut: leave out a cut last line.
     Returns what quartiles.json holds, and "output". Raises UsageError for what the logs or options do not allow.
     """
@@ -79,7 +80,7 @@ def evaluate(
     bins: int = 4,
     allow_cut: bool = False,
 ) -> tuple[dict[str, Any], bytes]:
-    """(quartiles.json without provenance, quartiles.parquet) of the logs `paths`, the reference first; writes nothing."""
+    """(quartiles.json without provenance, quartiles.parquet) of the logs `paths`, reference first. Writes nothing."""
     if not 1 <= bins <= _MOST_BINS:
         raise UsageError(f"--bins {bins}: use 1 to {_MOST_BINS}")
     paths, roles, names = _arms(list(paths), controls, names)
@@ -90,7 +91,7 @@ def evaluate(
     read = [records(log, chosen_filter, chosen_metric) for log in logs]
     paired = pairing.pair([arm for arm, _ in read])
     unit, length, warnings = pairing.lengths(
-        paired.questions, names, _counter(tokenizer) if tokenizer else None, tokenizer
+        paired.questions, names, _counter(tokenizer) if tokenizer else None, _name_of(tokenizer)
     )
     questions = [[question[i] for question in paired.questions] for i in range(len(logs))]
     arms = [
@@ -149,7 +150,8 @@ def _arms(paths: list[Path], controls: Sequence[str], names: Sequence[str]) -> t
             paths, roles = [*paths, Path(control)], [*roles, "control"]
         else:
             raise UsageError(
-                f"--control {control}: neither the name of a variant ({', '.join(labels[1:]) or 'there is none'}) nor a file or folder"
+                f"--control {control}: neither the name of a variant ({', '.join(labels[1:]) or 'there is none'}) "
+                "nor a file or folder"
             )
     resolved = [path.resolve() for path in paths]
     if same := [path for i, path in enumerate(paths) if resolved[i] in resolved[:i]]:
@@ -158,7 +160,8 @@ def _arms(paths: list[Path], controls: Sequence[str], names: Sequence[str]) -> t
         raise UsageError("nothing to compare: pass at least one variant, or a --control, after the reference")
     if given and len(given) != len(paths):
         raise UsageError(
-            f"--name is given {len(given)} times for {len(paths)} arms: name all, in order, the reference first, or none"
+            f"--name is given {len(given)} times for {len(paths)} arms: "
+            "name all, in order, the reference first, or none"
         )
     labels = given or _default_names(paths)
     if twice := [label for label in labels if labels.count(label) > 1]:
@@ -184,24 +187,25 @@ def _refuse_the_same_file(logs: Sequence[Log]) -> None:
                 raise UsageError(f"{file}: read as {other} and as {log.name}: a log compared with itself says nothing")
 
 
+def _name_of(tokenizer: str | None) -> str | None:
+    """A hub id as it is; the last part of a folder, since a report is read on other machines."""
+    return Path(tokenizer).name if tokenizer and Path(tokenizer).is_dir() else tokenizer
+
+
 def _counter(tokenizer: str) -> Callable[[str], int]:
     """Counts tokens; the tokenizer is loaded at the first text."""
     loaded: list[Any] = []
 
     def count(text: str) -> int:
         if not loaded:
+            from replayssm_tasks.hub import hub_reachable
             from transformers import AutoTokenizer
 
-            from ..models.hub import hub_reachable
-            from ..models.loading import location_of
-
-            logging.getLogger("transformers").setLevel(
-                logging.ERROR
-            )  # it warns of texts longer than the model's window
-            location = location_of(tokenizer)
-            local = Path(location).is_dir() or not hub_reachable()
+            # transformers warns of texts longer than the model's window.
+            logging.getLogger("transformers").setLevel(logging.ERROR)
+            local = Path(tokenizer).is_dir() or not hub_reachable()
             try:
-                loaded.append(AutoTokenizer.from_pretrained(location, local_files_only=local))
+                loaded.append(AutoTokenizer.from_pretrained(tokenizer, local_files_only=local))
             except Exception as error:  # damaged files raise whatever their parser raises
                 reason = " ".join(str(error).split())[:200]
                 raise UsageError(
@@ -234,7 +238,8 @@ def _notes(sources: Sequence[dict[str, Any]], paired_on: str) -> list[str]:
     notes = []
     if paired_on != "doc_hash + prompt_hash":
         notes.append(
-            f"Paired on {paired_on} alone: the logs lack hashes, so that a change of documents or prompts would not be seen."
+            f"Paired on {paired_on} alone: the logs lack hashes, "
+            "so that a change of documents or prompts would not be seen."
         )
     for arm in sources:
         if len(arm["filters"]) > 1:
@@ -288,7 +293,7 @@ def _schema(pyarrow: Any) -> Any:
 
 
 def _write(folder: Path, result: dict[str, Any], table: bytes) -> None:
-    """Everything is made before anything is written; quartiles.json is last, and its presence means that all is there."""
+    """Make every file before writing any. quartiles.json comes last: where it is, everything is."""
     from .figure import quartile_figure
     from .report import quartiles_html, quartiles_markdown
 

@@ -4,7 +4,7 @@ lm-eval 0.4.13 with --log_samples writes samples_TASK_TIME.jsonl, one row per do
 filtered_resps, filter, metrics, doc_hash, prompt_hash, target_hash and one key per metric (its evaluator.py and
 loggers/evaluation_tracker.py). Older versions and other tools write a JSON list, unnested resps or no filter name.
 Keys of our own, each optional: tokens (generated, thinking included), stop ("eos", "stop" or "length"), looped,
-extracted, repeat. With several answers in a row they are lists, one entry per answer. raw and status are for the reader.
+extracted, repeat. With several answers in a row they are lists, one entry per answer. raw and status are for people.
 """
 
 import fnmatch
@@ -70,7 +70,8 @@ def read_log(path: Path, name: str, task: str | None = None, allow_cut: bool = F
             if row is None:
                 if not allow_cut:
                     raise UsageError(
-                        f"{file} line {line}: cut off: the run that wrote it did not end; pass --allow-cut to leave it out"
+                        f"{file} line {line}: cut off: the run that wrote it did not end; "
+                        "pass --allow-cut to leave it out"
                     )
                 log.cut += 1
                 continue
@@ -104,7 +105,8 @@ def _find(folder: Path, wanted: str | None) -> tuple[list[tuple[str, Path]], lis
     if not tasks or (len(tasks) > 1 and wanted is None):
         what = "several tasks" if wanted is None else f"no task {wanted}"
         raise UsageError(
-            f"{folder}: {what}; it has {', '.join(sorted(found))}; choose with --task (a pattern such as 'math_*' pools several)"
+            f"{folder}: {what}; it has {', '.join(sorted(found))}; "
+            "choose with --task (a pattern such as 'math_*' pools several)"
         )
     chosen, notes = [], []
     for task in tasks:

@@ -22,7 +22,7 @@ SCHEMA_KL = "replayssm-eval/kl@1"
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with numpy scalars, arrays and decimals as plain numbers and lists, and every non-finite number as None."""
+    """`value` for JSON: numpy scalars, arrays and decimals become numbers and lists, non-finite numbers None."""
     if isinstance(value, dict):
         return {str(k): jsonable(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -68,7 +68,8 @@ def default_output(command: str, model: str) -> Path:
 def check_output(output: Path, overwrite: bool, resume: bool | None) -> None:
     """Refuse a folder that holds anything, unless told otherwise, or that cannot be written.
 
-    resume: None for a command that cannot resume. Nothing is created or removed yet: the folder appears with the first result.
+    resume: None for a command that cannot resume. Nothing is created or removed yet.
+    The folder appears with the first result.
     """
     parent = next(p for p in (output, *output.absolute().parents) if p.exists())
     if not parent.is_dir():
@@ -89,7 +90,7 @@ def check_output(output: Path, overwrite: bool, resume: bool | None) -> None:
 
 
 def code_digest(*more: ModuleType) -> str:
-    """SHA-256 of the sources that compute numbers, those of further packages too: a run is not resumed by other code."""
+    """SHA-256 of the sources that compute numbers, also those of `more` packages. Other code does not resume a run."""
     import replayssm_emulation
     import replayssm_kernels
 

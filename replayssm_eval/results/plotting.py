@@ -36,7 +36,10 @@ def thousands(value: int) -> str:
 
 
 def look_of(scheme: str) -> dict[str, Any]:
-    """Colour by what is read, line by copies (solid shared, dashed separate, dash-dotted every token), mark by rounding."""
+    """Colour by the format that tokens read, line by copies, mark by rounding.
+
+    Lines are solid for a shared copy, dashed for separate copies, dash-dotted for a copy rounded at every token.
+    """
     parsed = parse_scheme(scheme)
     name = (parsed.read or parsed.recurrence).format.name
     matches = [known for known in COLOURS if name == known or name.startswith(known + "-")]
@@ -51,7 +54,10 @@ def look_of(scheme: str) -> dict[str, Any]:
 
 
 def rendered(figure: Any) -> dict[str, bytes]:
-    """A finished figure as "png" and "svg", the same bytes every time, and closed. Call it inside the figure's rc context."""
+    """The bytes of a finished figure as "png" and "svg", the same every time. Closes the figure.
+
+    Call it inside the figure's rc context.
+    """
     import matplotlib.pyplot as plt
 
     out = {}

@@ -13,7 +13,10 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def environment(folder: Path, escape: bool, shared: Mapping[str, Any]) -> Any:
-    """The jinja2 environment of the templates in `folder`. escape: for HTML. shared: names that every template may use."""
+    """The jinja2 environment of the templates in `folder`.
+
+    escape: whether text is escaped, for HTML. shared: names that every template may use.
+    """
     import jinja2
 
     made = jinja2.Environment(

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
-from replayssm_eval.models import hub
+from replayssm_tasks import hub
 
 
 def run(*args, cwd=None):

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from replayssm_emulation import UsageError
+from replayssm_tasks import hub
 
 from replayssm_eval.kl.corpus import BUILTIN, load_books
-from replayssm_eval.models import hub
 
 
 def write_jsonl(path, *rows):

@@ -129,7 +129,7 @@ def test_decoding_token_by_token_gives_the_same_curve(testbed, tmp_path) -> None
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])
 @pytest.mark.slow
 def test_the_control_is_exactly_zero_with_any_number_of_threads(testbed, tmp_path, threads, engine) -> None:
-    """Odd numbers of tokens: a part that a thread is dealt ends inside a row, and vectors end where nothing is aligned."""
+    """Odd numbers of tokens: the part of a thread ends inside a row, and vectors end where nothing is aligned."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -341,7 +341,7 @@ def test_an_emulation_that_does_not_reach_the_state_stops_the_run(tmp_path, monk
 
 
 def test_a_kl_of_exactly_zero_is_not_a_result(tmp_path, monkeypatch) -> None:
-    """P5: even when the states were rounded, a lossy row that equals the reference everywhere means a broken comparison."""
+    """P5: a lossy row that equals the reference everywhere means a broken comparison, even with rounded states."""
     original = kl_module.compare_hidden
     monkeypatch.setattr(
         kl_module, "compare_hidden", lambda hidden, *rest: original(hidden[:1].expand_as(hidden), *rest)
@@ -388,7 +388,7 @@ def test_overwriting_waits_until_the_inputs_are_good(tmp_path) -> None:
 
 
 def test_a_state_saved_on_the_way_is_that_of_its_position(tmp_path, monkeypatch) -> None:
-    """P4: after 512 of 640 tokens, the 8th chunk of 64 or the 4th of 128, what is saved is what a run cut at 512 holds."""
+    """P4: after 512 of 640 tokens (8 chunks of 64, 4 of 128) the saved state is that of a run cut at 512."""
     monkeypatch.setattr(kl_module, "kl_figure", lambda *_: {"png": b"", "svg": b"<svg"})  # what takes longest
     run = partial(run_kl, schemes=["nvfp4@16"], tokens=640, loaded=tiny(nemotron_h("M-M*")))
 
@@ -414,7 +414,7 @@ def test_a_state_saved_on_the_way_is_that_of_its_position(tmp_path, monkeypatch)
 
 
 def test_slow_saves_are_skipped_and_the_run_resumes_from_an_older_one(tmp_path, monkeypatch) -> None:
-    """With a clock that advances by a second at every look, a save that takes a second is followed by none for twenty."""
+    """The clock advances by a second at every look: a save of one second is followed by none for twenty seconds."""
     ticks = itertools.count()
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: float(next(ticks)))
     monkeypatch.setattr(checkpoint, "_SHARE_OF_RUN", 1 / 20)

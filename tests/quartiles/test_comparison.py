@@ -77,7 +77,7 @@ def test_holm_by_hand() -> None:
 
 
 def likeliest_statistic(gains: int, losses: int, n: int, d: float) -> float:
-    """The score statistic at difference d, its nuisance share found by a search over the likelihood instead of a formula."""
+    """The score statistic at difference d. A search over the likelihood finds its nuisance share, not a formula."""
     shares = np.linspace(max(0, -d), (1 - d) / 2, 200_001)[1:-1]
     likelihood = (gains * np.log(shares + d) if gains else 0) + (losses * np.log(shares) if losses else 0)
     rest = n - gains - losses
@@ -95,7 +95,7 @@ def test_paired_interval_holds_what_the_score_test_does_not_reject(gains, losses
 
 
 def test_paired_interval_edges() -> None:
-    """Without discordant pairs it is ± z²/(n + z²), the Wilson end of 0 of n; all pairs one way reach the end of the scale."""
+    """Without discordant pairs it is ± z²/(n + z²), the Wilson end of 0 of n. Pairs all one way reach the end."""
     assert paired_difference_interval(0, 0, 25) == pytest.approx([-wilson(0, 25)[1], wilson(0, 25)[1]])
     assert paired_difference_interval(5, 0, 5)[1] == 1.0
     assert paired_difference_interval(0, 5, 5) == pytest.approx(
@@ -142,7 +142,7 @@ def test_a_reference_that_answers_nothing_cannot_lose(right) -> None:
     ],
 )
 def test_bins_are_equal_within_one(length, sizes, medians) -> None:
-    """T1: equal lengths go to both sides of an edge and merge no bins; a question without a length is in the overall row."""
+    """T1: equal lengths go to both sides of an edge and merge no bins. Without a length: only in the overall row."""
     found = against(arm([1] * len(length), length), arm([1] * len(length), name="x", role="scheme"))
     assert [b["n"] for b in found["bins"]] == sizes
     assert [b["median_length"] for b in found["bins"]] == medians
@@ -195,7 +195,7 @@ def test_few_questions_give_the_overall_row_only(n) -> None:
     ids=str,
 )
 def test_every_bin_shows_its_count(length, bins, counts) -> None:
-    """T1: n stands in every row of the table; an empty bin has dashes, neither 0 nor NaN; the rule for equal lengths is given."""
+    """T1: every row of the table has its n. An empty bin has dashes, not 0 or NaN. Ties have a stated rule."""
     score = [1] * len(length)
     found = {
         **against(arm(score, length), arm(score, length, name="x", role="scheme"), bins=bins),
@@ -209,7 +209,7 @@ def test_every_bin_shows_its_count(length, bins, counts) -> None:
 
 
 def test_bins_come_from_the_reference() -> None:
-    """T1: the variant's own lengths, in the opposite order, change its length ratio and its own view and nothing else."""
+    """T1: the variant's own lengths, in the opposite order, change its length ratio and its own view only."""
     score = [1, 1, 0, 0, 1, 0, 1, 1]
     same = against(arm(score), arm(score[::-1], name="x", role="scheme"))
     reversed_length = against(arm(score), arm(score[::-1], np.arange(8, 0, -1), name="x", role="scheme"))

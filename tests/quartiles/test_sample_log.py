@@ -1,4 +1,4 @@
-"""Sample logs as they are met in the wild (E3, E7): every form gives the same table, every fault is named with its line."""
+"""Sample logs as met in the wild (E3, E7): every form gives the same table, every fault is named with its line."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ import pytest
 from replayssm_emulation import UsageError
 from replayssm_tasks.loops import loops
 
+from replayssm_eval.models.loading import location_of
 from replayssm_eval.quartiles.pairing import lengths, pair
 from replayssm_eval.quartiles.records import choose_metric, records
 from replayssm_eval.quartiles.run import evaluate
@@ -407,7 +408,7 @@ def test_length_units(tmp_path) -> None:
 def test_a_tokenizer_counts_tokens(tmp_path) -> None:
     rows = [without(row, "tokens") | {"resps": [["Call me Ishmael. " * (i + 1)]]} for i, row in enumerate(FOUR)]
     paths = [jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows)]
-    result, _ = evaluate(paths, tokenizer="tiny-mamba2", bins=4)
+    result, _ = evaluate(paths, tokenizer=location_of("tiny-mamba2"), bins=4)
     assert result["length_unit"] == "tokens of tiny-mamba2"
     assert 3 < result["bins"][0]["median_length"] < 17 < result["bins"][3]["median_length"]  # fewer than characters
     refused("--tokenizer", evaluate, paths, tokenizer=str(tmp_path))

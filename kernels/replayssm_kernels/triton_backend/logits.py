@@ -131,7 +131,7 @@ def compare_logits_triton(
     """(kl, top1, nll, entropy) `[R, T]` on the device, without waiting for it: fp32, top1 int32.
 
     logits: `[R, T, V]` contiguous, any float dtype, compared in fp32. targets: int64 `[T]`, -1 for no next token.
-    Special cases are those of `replayssm_eval.inference.metrics.compare_logits`: a KL of NaN says "undefined". top1 is the
+    `replayssm_eval.inference.metrics.compare_logits` has the special cases: a KL of NaN says "undefined". top1 is the
     lowest index among the likeliest. fp32's range shows only in D: probabilities of row 0 below 1e-38 of its largest
     count as 0 there, differences beyond 1e30 as 1e30. A tiny KL may come out below 0 by its error, as in float64.
     """
