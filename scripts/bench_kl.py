@@ -17,6 +17,7 @@ from replayssm_emulation import get_format, quantize_with_noise, state_noise
 
 from replayssm_eval import run_kl
 from replayssm_eval.inference import metrics, session
+from replayssm_eval.kl import reading
 from replayssm_eval.kl import run as kl
 
 
@@ -65,10 +66,10 @@ def main() -> None:
     args = parser.parse_args()
     totals: dict[str, float] = {}
     timed(kl, "load", totals)
-    timed(kl, "_encode", totals)
-    timed(kl, "hidden_states", totals)
-    timed(kl, "compare_hidden", totals)
-    timed(kl._Run, "write", totals)
+    timed(kl, "encode", totals)
+    timed(reading, "hidden_states", totals)
+    timed(reading, "compare_hidden", totals)
+    timed(kl, "_write", totals)
     timed(session, "replay_scan", totals)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

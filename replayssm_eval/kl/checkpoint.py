@@ -8,7 +8,7 @@ parts/state.safetensors    all states and caches after the newest chunk, replace
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,26 +26,34 @@ from ..inference.kv_cache import KeysAndStateWithRoom, KeysWithRoom
 from ..inference.metrics import TokenMetrics
 from ..inference.session import Session
 from ..results.files import write_atomic
-from .series import METRICS
+from .result import LayerManifest
+from .series import METRICS, Series
+
+#: What decides the numbers of a run: a name such as "options" or "code in kernels", and its value or digest.
+Fingerprint = Mapping[str, str]
 
 _SHARE_OF_RUN = 1 / 20
 _KNOWN = (KeysWithRoom, LinearAttentionLayer, KeysAndStateWithRoom, DummyLayer)
 
 
 class Checkpoint:
-    """The `parts` folder of one run. fingerprint: changes with anything that changes a number."""
+    """The `parts` folder of one run.
 
-    def __init__(self, folder: Path, fingerprint: str, tokens: int):
+    fingerprint: parts with another one are refused. manifest: of the newest chunk that was loaded.
+    """
+
+    def __init__(self, folder: Path, fingerprint: Fingerprint, tokens: int):
         self.folder, self.fingerprint, self.tokens = folder, fingerprint, tokens
         self._state = folder / "state.safetensors"
         self._next_save = 0.0
-        self.manifest: list[dict[str, Any]] = []  # of the newest chunk that was loaded
+        self.manifest: list[LayerManifest] = []
 
     def save_chunk(self, document: int, position: int, metrics: TokenMetrics, manifest: list[dict[str, Any]]) -> None:
         """Keep the metrics of the chunk that starts at `position`, and what was seen of the state layers after it."""
         sink = io.BytesIO()
         arrays: dict[str, Any] = {name: getattr(metrics, name) for name in METRICS}
-        np.savez(sink, fingerprint=np.array(self.fingerprint), manifest=np.array(json.dumps(manifest)), **arrays)
+        facts = {"fingerprint": self.fingerprint, "manifest": manifest}
+        np.savez(sink, facts=np.array(json.dumps(facts)), **arrays)
         write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
 
     def save_state(self, document: int, position: int, session: Session, cache: DynamicCache) -> None:
@@ -70,25 +78,26 @@ class Checkpoint:
         now = time.monotonic()
         self._next_save = now + (now - started) / _SHARE_OF_RUN
 
-    def load_chunks(self) -> list[list[TokenMetrics]]:
-        """Per document, the finished chunks that can be gone on from: whole documents, and one up to the saved state.
+    def load_chunks(self) -> list[Series]:
+        """Per document, the finished chunks that a run can continue from. The last document may end at the saved state.
 
-        Raises UsageError for parts of a run with other options.
+        Raises UsageError for damaged parts and for parts of another run, with what differs.
         """
-        found: dict[int, dict[int, TokenMetrics]] = {}
+        by_document: dict[int, dict[int, TokenMetrics]] = {}
         for path in sorted(self.folder.glob("*.npz")):
             with _refusing_damage(path), np.load(path, allow_pickle=False) as part:
-                self._check(str(part["fingerprint"]), path)
+                facts = json.loads(str(part["facts"]))
+                self._check(facts["fingerprint"], path)
                 document, position = (int(n) for n in path.stem.split("-"))
-                self.manifest = json.loads(str(part["manifest"]))
-                found.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in METRICS))
-        where = self._saved_at()
-        documents: list[list[TokenMetrics]] = []
-        while len(documents) in found:
-            chunks = found[len(documents)]
-            covered, saved = _covered(chunks), where[1] if where and where[0] == len(documents) else 0
+                self.manifest = [LayerManifest.read(entry) for entry in facts["manifest"]]
+                by_document.setdefault(document, {})[position] = TokenMetrics(*(part[n] for n in METRICS))
+        saved_document, saved_position = self._saved_at() or (-1, 0)
+        documents: list[Series] = []
+        while len(documents) in by_document:
+            chunks = by_document[len(documents)]
+            covered, saved = _covered(chunks), saved_position if saved_document == len(documents) else 0
             stop = self.tokens if covered >= self.tokens else saved if covered >= saved else 0
-            documents.append([chunks[p] for p in sorted(chunks) if p < stop])
+            documents.append(Series([chunks[p] for p in sorted(chunks) if p < stop]))
             if stop < self.tokens:
                 break
         return documents
@@ -124,15 +133,16 @@ class Checkpoint:
         self._check(meta["fingerprint"], self._state)
         return meta["document"], meta["position"]
 
-    def _check(self, fingerprint: str, path: Path) -> None:
-        if fingerprint != self.fingerprint:
-            raise UsageError(
-                f"{path} belongs to a run with other options: pass --overwrite, or the options of that run"
-            )
+    def _check(self, saved: Fingerprint, path: Path) -> None:
+        names = [*self.fingerprint, *(name for name in saved if name not in self.fingerprint)]
+        differing = [name for name in names if saved.get(name) != self.fingerprint.get(name)]
+        if differing:
+            advice = "pass --overwrite" + (", or the options of that run" if "options" in differing else "")
+            raise UsageError(f"{path} belongs to a run with other {', other '.join(differing)}: {advice}")
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory; of keys with room behind them a copy row by row, where a GPU would first make another of all rows."""
+    """Copy row by row. `.cpu()` on a padded view would first clone the whole tensor on the GPU."""
     if tensor.is_contiguous():
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -3,33 +3,17 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from replayssm_emulation import Scheme
+import pyarrow as pa
+import pyarrow.parquet as pq
 from torch import Tensor
 
 from ..inference.metrics import TokenMetrics
+from .rows import RunRow
 
 METRICS = tuple(TokenMetrics.__dataclass_fields__)
-
-
-@dataclass(frozen=True)
-class RowInfo:
-    """One batch row: role is "reference", "control" or "scheme"."""
-
-    scheme: Scheme
-    seed: int
-    role: str
-
-    @property
-    def short(self) -> str:
-        """For progress: the seed only where it is not the usual one."""
-        return f"{self.scheme} seed {self.seed}" if self.seed else str(self.scheme)
-
-    @property
-    def name(self) -> str:
-        """For messages: unlike the scheme alone, it tells two seeds apart."""
-        return f"{self.scheme} (seed {self.seed})" if self.role == "scheme" else self.role
 
 
 @dataclass
@@ -47,50 +31,58 @@ class Series:
         return np.concatenate([getattr(c, metric) for c in self.chunks], axis=1)
 
 
-def stack(series: Sequence[Series], tokens: int) -> dict[str, np.ndarray]:
-    """Every metric as `[R, books, tokens]`."""
-    return {metric: np.stack([one.get(metric)[:, :tokens] for one in series], axis=1) for metric in METRICS}
+def compared(series: Sequence[Series], tokens: int) -> list[Series]:
+    """The books that results are made of: whole ones, of `tokens` tokens. Without any, the book that was cut short."""
+    return [one for one in series if one.tokens == tokens] or [one for one in series if one.chunks]
 
 
-def parquet(rows: Sequence[RowInfo], series: Sequence[Series], ids: Sequence[Tensor]) -> bytes:
-    """The per-token file: one line per book, row and position; equal runs give equal bytes.
+def stack_books(series: Sequence[Series]) -> TokenMetrics:
+    """The metrics of several books as one, arrays `[R, books, tokens]`, up to the end of the shortest book."""
+    tokens = min(one.tokens for one in series)
+    return TokenMetrics(*(np.stack([one.get(metric)[:, :tokens] for one in series], axis=1) for metric in METRICS))
+
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+_SCHEMA = pa.schema(
+    [
+        ("book", pa.int32()),
+        ("row", pa.int32()),
+        ("scheme", _TEXT),
+        ("seed", pa.uint64()),
+        ("role", _TEXT),
+        ("position", pa.int32()),
+        ("token", pa.int32()),
+        ("kl", pa.float32()),
+        ("same_top1", pa.bool_()),
+        ("nll", pa.float32()),
+        ("entropy", pa.float32()),
+    ]
+)
+
+
+def parquet(rows: Sequence[RunRow], series: Sequence[Series], ids: Sequence[Tensor]) -> bytes:
+    """The per-token file: one line per book, row and position. Equal runs give equal bytes.
 
     `token` is the token read at `position`; its metrics are those of the prediction that follows it.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    text = pa.dictionary(pa.int32(), pa.string())
-    types = {
-        "book": pa.int32(),
-        "row": pa.int32(),
-        "scheme": text,
-        "seed": pa.uint64(),
-        "role": text,
-        "position": pa.int32(),
-    }
-    types |= {
-        "token": pa.int32(),
-        "kl": pa.float32(),
-        "same_top1": pa.bool_(),
-        "nll": pa.float32(),
-        "entropy": pa.float32(),
-    }
-    schema = pa.schema(list(types.items()))
     sink = io.BytesIO()
-    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(sink, _SCHEMA, compression="zstd") as writer:
         for book, (one, tokens) in enumerate(zip(series, ids, strict=False)):
             if not one.chunks:
                 continue
-            values = {metric: one.get(metric) for metric in METRICS}
             count = one.tokens
+            metrics = {metric: one.get(metric) for metric in METRICS}
             for index, row in enumerate(rows):
-                constant = {"book": book, "row": index, "scheme": str(row.scheme), "seed": row.seed, "role": row.role}
-                columns = {name: pa.array([value] * count, types[name]) for name, value in constant.items()}
-                columns |= {
-                    "position": pa.array(np.arange(count), types["position"]),
-                    "token": pa.array(tokens[:count].numpy(), types["token"]),
+                columns: dict[str, Any] = {
+                    "book": [book] * count,
+                    "row": [index] * count,
+                    "scheme": [str(row.scheme)] * count,
+                    "seed": [row.seed] * count,
+                    "role": [row.role] * count,
+                    "position": np.arange(count),
+                    "token": tokens[:count].numpy(),
+                    **{metric: values[index] for metric, values in metrics.items()},
                 }
-                columns |= {metric: pa.array(array[index], types[metric]) for metric, array in values.items()}
-                writer.write_table(pa.table([columns[name] for name in types], schema=schema))
+                arrays = [pa.array(columns[field.name], field.type) for field in _SCHEMA]
+                writer.write_table(pa.table(arrays, schema=_SCHEMA))
     return sink.getvalue()

@@ -2,13 +2,17 @@
 
 import itertools
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.stats import DegenerateDataWarning, bootstrap
+
+from ..inference.metrics import TokenMetrics
 
 FIRST_BIN = 1024
-QUANTILES = {
+_QUANTILES = {
     "kl_p01": 0.01,
     "kl_p10": 0.1,
     "kl_median": 0.5,
@@ -22,15 +26,70 @@ _BLOCKS_PER_BIN, _SHORTEST_BLOCK, _FEWEST_BLOCKS, _FEWEST_BOOKS = 32, 64, 8, 8
 _RESAMPLES = 1000
 
 
-def position_bins(tokens: int, prompt: int = 0, first: int = FIRST_BIN) -> list[tuple[int, int]]:
+class Interval(NamedTuple):
+    """A 95% interval."""
+
+    low: float
+    high: float
+
+
+class Bin(NamedTuple):
+    """Token positions [start, stop) of a text."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """The numbers of one row, over all tokens after the prompt. None: no finite value, or too few for an interval.
+
+    KL, NLL and entropy are in nats per token. Lists have one entry per position bin; `kl_by_entropy` has one per bucket
+    of the reference's entropy. Means and quantiles are over finite values.
+
+    kl_mean, kl_ci95: mean and its 95% interval by bin. kl, kl_overall_ci95: the same over all bins.
+    kl_p01 ... kl_p999: quantiles. negative_kl, nonfinite: counts of tokens.
+    same_top1: share of tokens whose most likely next token is the reference's.
+    nll_difference: NLL of the row minus the reference's. perplexity_ratio: exp of its mean.
+    delta_p_mean, delta_p_rms: change of the probability of the text's next token.
+    """
+
+    kl_mean: list[float | None]
+    kl_ci95: list[Interval | None]
+    kl: float | None
+    kl_overall_ci95: Interval | None
+    kl_p01: float | None
+    kl_p10: float | None
+    kl_median: float | None
+    kl_p90: float | None
+    kl_p95: float | None
+    kl_p99: float | None
+    kl_p999: float | None
+    kl_min: float | None
+    kl_max: float | None
+    kl_by_entropy: list[float | None]
+    negative_kl: int
+    same_top1: list[float | None]
+    same_top1_overall: float | None
+    nll: list[float | None]
+    nll_difference: list[float | None]
+    nll_difference_overall: float | None
+    nll_difference_ci95: Interval | None
+    perplexity_ratio: float | None
+    delta_p_mean: float | None
+    delta_p_rms: float | None
+    nonfinite: int
+
+
+def position_bins(tokens: int, prompt: int = 0, first: int = FIRST_BIN) -> list[Bin]:
     """[0, first), [first, 2·first), [2·first, 4·first), ... decoded tokens, as positions in [prompt, tokens).
 
-    A prompt is read in full precision and cannot drift: position 0 of the bins is its end.
+    The bins start at the end of the prompt. A prompt is read in full precision and cannot drift.
     """
     decoded, edges = tokens - prompt, [0]
     while edges[-1] < decoded:
         edges.append(min(decoded, first if len(edges) == 1 else 2 * edges[-1]))
-    return [(prompt + a, prompt + b) for a, b in itertools.pairwise(edges)]
+    return [Bin(prompt + a, prompt + b) for a, b in itertools.pairwise(edges)]
 
 
 def _entropy_bucket(entropy: np.ndarray) -> np.ndarray:
@@ -55,11 +114,11 @@ def mean(values: np.ndarray) -> float | None:
     return float(finite.mean(dtype=np.float64)) if finite.size else None
 
 
-def bootstrap_mean(series: np.ndarray) -> list[float] | None:
+def bootstrap_mean(series: np.ndarray) -> Interval | None:
     """95% interval of the mean of `series` `[books, tokens]` (percentile bootstrap, fixed seed).
 
-    Tokens of one text are autocorrelated, so whole books are resampled when there are at least 8, and otherwise blocks
-    of consecutive tokens (32 per book and bin, at least 64 tokens each). None when there are fewer than 8 blocks.
+    Tokens of one text are autocorrelated. Whole books are resampled when there are at least 8. Otherwise blocks of
+    consecutive tokens are (32 per book and bin, at least 64 tokens each). None when there are fewer than 8 blocks.
     """
     books, tokens = series.shape
     length = tokens if books >= _FEWEST_BOOKS else max(_SHORTEST_BLOCK, -(-tokens // _BLOCKS_PER_BIN))
@@ -72,10 +131,11 @@ def bootstrap_mean(series: np.ndarray) -> list[float] | None:
     if len(sums) < _FEWEST_BLOCKS:
         return None
     if np.ptp(sums / sizes) == 0:
-        return [float(sums[0] / sizes[0])] * 2
+        value = float(sums[0] / sizes[0])
+        return Interval(value, value)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        result = stats.bootstrap(
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        result = bootstrap(
             (sums, sizes),
             lambda s, n, axis: s.sum(axis) / n.sum(axis),
             paired=True,
@@ -84,27 +144,18 @@ def bootstrap_mean(series: np.ndarray) -> list[float] | None:
             method="percentile",
             rng=np.random.default_rng(0),
         )
-    return [float(result.confidence_interval.low), float(result.confidence_interval.high)]
+    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
 
 
-def row_statistics(
-    kl: np.ndarray,
-    same_top1: np.ndarray,
-    nll: np.ndarray,
-    reference_nll: np.ndarray,
-    entropy: np.ndarray,
-    bins: list[tuple[int, int]],
-) -> dict[str, Any]:
-    """The numbers of one row of `kl.json` from its per-token series, each `[books, tokens]`.
+def row_statistics(metrics: TokenMetrics, row: int, bins: Sequence[Bin]) -> RowStatistics:
+    """The numbers of row `row`, over the tokens of `bins`.
 
-    entropy: entropy of the reference.
-
-    Only the tokens of `bins` count. Non-finite KL values are counted and kept out of every mean and quantile.
+    metrics: arrays `[R, books, tokens]`; row 0 is the reference.
+    Non-finite KL values are counted and kept out of every mean and quantile.
     """
-    kl, same_top1, nll, reference_nll, entropy = (
-        x[:, bins[0][0] :] for x in (kl, same_top1, nll, reference_nll, entropy)
-    )
-    bins = [(a - bins[0][0], b - bins[0][0]) for a, b in bins]
+    start = bins[0].start
+    kl, same_top1, nll = (values[row][:, start:] for values in (metrics.kl, metrics.same_top1, metrics.nll))
+    reference_nll, entropy = metrics.nll[0][:, start:], metrics.entropy[0][:, start:]
     finite = kl[np.isfinite(kl)]
     agree = np.where(np.isnan(kl), np.nan, same_top1)
     change = nll - reference_nll
@@ -112,27 +163,35 @@ def row_statistics(
     delta_p = np.exp(-nll.astype(np.float64)) - np.exp(-reference_nll.astype(np.float64))
     square = mean(delta_p**2)
     bucket = _entropy_bucket(entropy)
-    quantiles = (
-        np.quantile(finite.astype(np.float64), list(QUANTILES.values())) if finite.size else [None] * len(QUANTILES)
+
+    def by_bin(values: np.ndarray) -> list[float | None]:
+        return [mean(values[:, a - start : b - start]) for a, b in bins]
+
+    return RowStatistics(
+        kl_mean=by_bin(kl),
+        kl_ci95=[bootstrap_mean(kl[:, a - start : b - start]) for a, b in bins],
+        kl=mean(kl),
+        kl_overall_ci95=bootstrap_mean(kl),
+        **_quantiles(finite),
+        kl_min=float(finite.min()) if finite.size else None,
+        kl_max=float(finite.max()) if finite.size else None,
+        kl_by_entropy=[mean(kl[bucket == i]) for i in range(len(ENTROPY_EDGES))],
+        negative_kl=int((finite < 0).sum()),
+        same_top1=by_bin(agree),
+        same_top1_overall=mean(agree),
+        nll=by_bin(nll),
+        nll_difference=by_bin(change),
+        nll_difference_overall=change_mean,
+        nll_difference_ci95=bootstrap_mean(change),
+        perplexity_ratio=None if change_mean is None else float(np.exp(change_mean)),
+        delta_p_mean=mean(delta_p),
+        delta_p_rms=None if square is None else square**0.5,
+        nonfinite=int((~np.isfinite(kl)).sum()),
     )
-    return {
-        "kl_mean": [mean(kl[:, a:b]) for a, b in bins],
-        "kl_ci95": [bootstrap_mean(kl[:, a:b]) for a, b in bins],
-        "kl": mean(kl),
-        "kl_overall_ci95": bootstrap_mean(kl),
-        **dict(zip(QUANTILES, quantiles, strict=True)),
-        "kl_min": finite.min() if finite.size else None,
-        "kl_max": finite.max() if finite.size else None,
-        "kl_by_entropy": [mean(kl[bucket == i]) for i in range(len(ENTROPY_EDGES))],
-        "negative_kl": int((finite < 0).sum()),
-        "same_top1": [mean(agree[:, a:b]) for a, b in bins],
-        "same_top1_overall": mean(agree),
-        "nll": [mean(nll[:, a:b]) for a, b in bins],
-        "nll_difference": [mean(change[:, a:b]) for a, b in bins],
-        "nll_difference_overall": change_mean,
-        "nll_difference_ci95": bootstrap_mean(change),
-        "perplexity_ratio": None if change_mean is None else float(np.exp(change_mean)),
-        "delta_p_mean": mean(delta_p),
-        "delta_p_rms": None if square is None else square**0.5,
-        "nonfinite": int((~np.isfinite(kl)).sum()),
-    }
+
+
+def _quantiles(finite: np.ndarray) -> dict[str, float | None]:
+    if not finite.size:
+        return dict.fromkeys(_QUANTILES)
+    values = np.quantile(finite.astype(np.float64), list(_QUANTILES.values()))
+    return dict(zip(_QUANTILES, values.tolist(), strict=True))

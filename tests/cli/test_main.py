@@ -208,12 +208,12 @@ def test_a_failed_run_is_exit_1(main, tmp_path, monkeypatch) -> None:
 
 
 def test_interrupting_is_exit_130(main, tmp_path, monkeypatch) -> None:
-    import replayssm_eval.kl.run as kl
+    import replayssm_eval.kl.reading as reading
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kl, "hidden_states", interrupted)
+    monkeypatch.setattr(reading, "hidden_states", interrupted)
     code, _, err = main("kl", "--tokens", 64, "--output", tmp_path / "out", "--quiet")
     assert code == 130
     assert "interrupted" in err

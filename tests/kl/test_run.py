@@ -13,7 +13,7 @@ from replayssm_emulation import RunError, UsageError
 from safetensors import safe_open
 
 from replayssm_eval import run_kl
-from replayssm_eval.kl import checkpoint
+from replayssm_eval.kl import checkpoint, reading
 from replayssm_eval.kl import run as kl_module
 from replayssm_eval.kl.run import OUTPUT_FILES, KlOptions
 from replayssm_eval.models.loading import Loaded, load
@@ -253,8 +253,32 @@ def test_parts_of_another_run_are_not_mixed_in(testbed, tmp_path) -> None:
 
     options = {"schemes": SCHEMES, "tokens": 128, "chunk_size": 64}
     run_kl(KlOptions(**options), output=tmp_path / "out", loaded=testbed, progress=stop)
-    with pytest.raises(UsageError, match="other options"):
+    with pytest.raises(UsageError, match="belongs to a run with other options: pass --overwrite, or the options"):
         run_kl(KlOptions(**{**options, "seeds": (1,)}), output=tmp_path / "out", loaded=testbed, resume=True)
+
+
+def test_a_refused_resume_says_what_differs(tmp_path, monkeypatch) -> None:
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    model = nemotron_h("M-M*")
+    go = partial(run_kl, schemes=["nvfp4@16"], tokens=64, chunk_size=32, output=tmp_path / "out", loaded=tiny(model))
+    go(progress=stop)
+    with monkeypatch.context() as patched:
+        digests = kl_module.code_digests(rooms=("models", "inference", "kl"))
+        patched.setattr(kl_module, "code_digests", lambda **_: {**digests, "kernels": "changed"})
+        with pytest.raises(UsageError, match="a run with other code in kernels: pass --overwrite$"):
+            go(resume=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(kl_module, "weights_digest", lambda _: "changed")
+        patched.setattr(kl_module.transformers, "__version__", "0")
+        with pytest.raises(UsageError, match="a run with other weights, other versions: pass --overwrite$"):
+            go(resume=True)
+    book = tmp_path / "book.txt"
+    book.write_text("another text " * 20)
+    with pytest.raises(UsageError, match="a run with other text: pass"):
+        go(resume=True, corpus=str(book))
+    assert go(resume=True)["status"] == "complete"
 
 
 def test_an_output_folder_is_not_overwritten_unasked(run, testbed, tmp_path) -> None:
@@ -342,10 +366,8 @@ def test_an_emulation_that_does_not_reach_the_state_stops_the_run(tmp_path, monk
 
 def test_a_kl_of_exactly_zero_is_not_a_result(tmp_path, monkeypatch) -> None:
     """P5: a lossy row that equals the reference everywhere means a broken comparison, even with rounded states."""
-    original = kl_module.compare_hidden
-    monkeypatch.setattr(
-        kl_module, "compare_hidden", lambda hidden, *rest: original(hidden[:1].expand_as(hidden), *rest)
-    )
+    original = reading.compare_hidden
+    monkeypatch.setattr(reading, "compare_hidden", lambda hidden, *rest: original(hidden[:1].expand_as(hidden), *rest))
     result = run_kl(
         KlOptions(schemes=("nvfp4@16",), tokens=64), output=tmp_path / "out", loaded=tiny(nemotron_h("M-M*"))
     )
