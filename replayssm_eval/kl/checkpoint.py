@@ -33,9 +33,9 @@ _KNOWN = (KeysWithRoom, LinearAttentionLayer, KeysAndStateWithRoom, DummyLayer)
 
 
 class Checkpoint:
-    """The `parts` folder of one run. fingerprint: changes with anything that changes a number."""
+    """The `parts` folder of one run. fingerprint: everything that decides a number, by name."""
 
-    def __init__(self, folder: Path, fingerprint: str, tokens: int):
+    def __init__(self, folder: Path, fingerprint: dict[str, str], tokens: int):
         self.folder, self.fingerprint, self.tokens = folder, fingerprint, tokens
         self._state = folder / "state.safetensors"
         self._next_save = 0.0
@@ -45,7 +45,9 @@ class Checkpoint:
         """Keep the metrics of the chunk that starts at `position`, and what was seen of the state layers after it."""
         sink = io.BytesIO()
         arrays: dict[str, Any] = {name: getattr(metrics, name) for name in METRICS}
-        np.savez(sink, fingerprint=np.array(self.fingerprint), manifest=np.array(json.dumps(manifest)), **arrays)
+        np.savez(
+            sink, fingerprint=np.array(json.dumps(self.fingerprint)), manifest=np.array(json.dumps(manifest)), **arrays
+        )
         write_atomic(self.folder / f"{document:05d}-{position:08d}.npz", sink.getvalue())
 
     def save_state(self, document: int, position: int, session: Session, cache: DynamicCache) -> None:
@@ -64,7 +66,7 @@ class Checkpoint:
         for index, layer in enumerate(cache.layers):
             for name, tensor in _cache_tensors(layer).items():
                 tensors[f"cache.{index}.{name}"] = tensor
-        meta |= {"fingerprint": self.fingerprint, "document": document, "position": position}
+        meta |= {"fingerprint": json.dumps(self.fingerprint), "document": document, "position": position}
         data = save({k: _on_host(t) for k, t in tensors.items()}, metadata={"run": json.dumps(meta)})
         write_atomic(self._state, data)
         now = time.monotonic()
@@ -124,15 +126,18 @@ class Checkpoint:
         self._check(meta["fingerprint"], self._state)
         return meta["document"], meta["position"]
 
-    def _check(self, fingerprint: str, path: Path) -> None:
-        if fingerprint != self.fingerprint:
+    def _check(self, stored: str, path: Path) -> None:
+        """Raises UsageError with the names of what differs from the run that wrote `path`."""
+        fingerprint = json.loads(stored)
+        names = dict.fromkeys([*self.fingerprint, *fingerprint])
+        if changed := [name for name in names if fingerprint.get(name) != self.fingerprint.get(name)]:
             raise UsageError(
-                f"{path} belongs to a run with other options: pass --overwrite, or the options of that run"
+                f"{path} belongs to a run with other {', '.join(changed)}: pass --overwrite, or go on as that run began"
             )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory; of keys with room behind them a copy row by row, where a GPU would first make another of all rows."""
+    """The tensor in host memory. `.cpu()` on a view of keys with room behind them would first copy it on the GPU."""
     if tensor.is_contiguous():
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -24,14 +24,13 @@ from ..models.loading import Loaded, load, weights_digest
 from ..results.files import (
     SCHEMA_KL,
     check_output,
-    code_digest,
     default_output,
     jsonable,
-    provenance,
     write_atomic,
     write_json,
 )
 from ..results.progress import OnProgress, Progress, silent
+from ..results.provenance import code_digests, provenance
 from . import report
 from . import statistics as stats
 from .checkpoint import Checkpoint
@@ -141,16 +140,12 @@ class _Run:
         self.broken: set[int] = set()  # rows that are not finite somewhere, each said once
         self.manifest = self.checkpoint.manifest
 
-    def _fingerprint(self) -> str:
-        """Changes with anything that changes a number: parts of another run are never mixed in."""
+    def _fingerprint(self) -> dict[str, str]:
+        """What decides the numbers, part by part: parts of another run are never mixed in."""
         o = self.options
-        text = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in self.ids)).hexdigest()
         rows = [(str(r.scheme), r.seed) for r in self.rows]
-        versions = [torch.__version__, transformers.__version__, code_digest()]
-        weights = weights_digest(self.loaded.model)
-        what = [
+        choices = [
             self.loaded.info,
-            weights,
             o.tokens,
             o.prompt_tokens,
             o.chunk_size,
@@ -158,10 +153,15 @@ class _Run:
             o.backend,
             o.engine,
             rows,
-            text,
-            versions,
         ]
-        return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+        digests = code_digests(rooms=("models", "inference", "kl"))
+        return {
+            "options": hashlib.sha256(json.dumps(choices, default=str).encode()).hexdigest(),
+            "text": hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in self.ids)).hexdigest(),
+            "weights": weights_digest(self.loaded.model),
+            "versions of torch and transformers": f"{torch.__version__} {transformers.__version__}",
+            **{f"code in {room}": digest for room, digest in digests.items()},
+        }
 
     def clear(self) -> None:
         """Remove what an earlier run left under our own names, and nothing else."""

@@ -257,6 +257,20 @@ def test_parts_of_another_run_are_not_mixed_in(testbed, tmp_path) -> None:
         run_kl(KlOptions(**{**options, "seeds": (1,)}), output=tmp_path / "out", loaded=testbed, resume=True)
 
 
+def test_a_refused_resume_names_what_changed(tmp_path, monkeypatch) -> None:
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    run = partial(run_kl, schemes=["nvfp4@16"], chunk_size=64, output=tmp_path / "out")
+    run(tokens=128, loaded=tiny(nemotron_h("M-M*")), progress=stop)
+    with pytest.raises(UsageError, match="a run with other options, text, weights:"):
+        run(tokens=192, loaded=tiny(nemotron_h("M-M-")), resume=True)
+    digests = kl_module.code_digests
+    monkeypatch.setattr(kl_module, "code_digests", lambda **rooms: digests(**rooms) | {"kernels": "other"})
+    with pytest.raises(UsageError, match="a run with other code in kernels:"):
+        run(tokens=128, loaded=tiny(nemotron_h("M-M*")), resume=True)
+
+
 def test_an_output_folder_is_not_overwritten_unasked(run, testbed, tmp_path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     options = KlOptions(schemes=SCHEMES, tokens=64)

@@ -7,7 +7,7 @@ import torch
 
 from replayssm_eval import run_kl
 from replayssm_eval.kl.report import kl_markdown
-from replayssm_eval.results.files import provenance
+from replayssm_eval.results.provenance import provenance
 
 
 @pytest.mark.parametrize("peaks", [[3.0], [1.5, 2.0], [0.0, 4.0]], ids=str)
