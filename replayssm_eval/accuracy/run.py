@@ -17,7 +17,8 @@ from replayssm_emulation import Scheme, UsageError, parse_scheme
 from replayssm_emulation.errors import require
 
 from ..models.loading import Loaded, load, location_of, weights_digest
-from ..results.files import check_output, code_digest, jsonable, write_atomic
+from ..results.files import check_output, jsonable, write_atomic
+from ..results.provenance import code_digest
 from .options import AccuracyOptions
 
 REFERENCE, CONTROL = "reference", "control"

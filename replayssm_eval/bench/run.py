@@ -15,7 +15,7 @@ from replayssm_emulation import Rule, Scheme, UsageError, parse_scheme
 from replayssm_kernels import BACKENDS, BatchRow, choose_backend, compile_only, replay_scan
 
 from ..inference.metrics import compare_logits
-from ..results.files import provenance
+from ..results.provenance import provenance
 from .measure import (
     Ceilings,
     Clock,

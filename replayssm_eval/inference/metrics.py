@@ -65,8 +65,8 @@ def compare_hidden(hidden: Tensor, head: Any, targets: Tensor, backend: str = "t
 def _logit_blocks(hidden: Tensor, head: Any, block: int, dtype: torch.dtype | None) -> Iterator[tuple[int, Tensor]]:
     """(first token, contiguous logits `[R, T, V]`) per block of tokens, all in the same memory; dtype None: the head's.
 
-    Every row is a product of its own, from a copy of its own. So equal rows have equal logits, whatever the shape or the
-    place in memory does to the order of sums.
+    Every row is a product of its own, from a copy of its own. So equal rows have equal logits, whatever the shape or
+    the place in memory does to the order of sums.
     """
     memory = torch.empty(0)
     for a in range(0, hidden.shape[1], block):

@@ -134,11 +134,13 @@ class Checkpoint:
         return meta["document"], meta["position"]
 
     def _check(self, saved: Fingerprint, path: Path) -> None:
-        names = [*self.fingerprint, *(name for name in saved if name not in self.fingerprint)]
-        differing = [name for name in names if saved.get(name) != self.fingerprint.get(name)]
-        if differing:
-            advice = "pass --overwrite" + (", or the options of that run" if "options" in differing else "")
-            raise UsageError(f"{path} belongs to a run with other {', other '.join(differing)}: {advice}")
+        """Raises UsageError with the names of what differs from the run that wrote `path`."""
+        names = dict.fromkeys([*self.fingerprint, *saved])
+        if differing := [name for name in names if saved.get(name) != self.fingerprint.get(name)]:
+            raise UsageError(
+                f"{path} belongs to a run with other {', '.join(differing)}: "
+                "pass --overwrite, or go on as that run began"
+            )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

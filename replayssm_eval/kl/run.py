@@ -117,7 +117,7 @@ def _fingerprint(options: KlOptions, loaded: Loaded, rows: Sequence[RunRow], ids
         "options": hashlib.sha256(json.dumps(decisive, default=str).encode()).hexdigest(),
         "text": hashlib.sha256(b"".join(one.numpy().tobytes() for one in ids)).hexdigest(),
         "weights": weights_digest(loaded.model),
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions of torch and transformers": f"{torch.__version__} {transformers.__version__}",
         **{f"code in {room}": digest for room, digest in digests.items()},
     }
 

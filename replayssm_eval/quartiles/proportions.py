@@ -26,8 +26,8 @@ def wilson(right: float, n: int) -> list[float] | None:
 def paired_difference_interval(gains: float, losses: float, n: int) -> list[float] | None:
     """95% score interval of (gains - losses) / n, the difference of two paired shares.
 
-    It holds every difference that a score test does not reject (Tango, Statistics in Medicine 17, 1998, p. 891). None when
-    n is 0.
+    It holds every difference that a score test does not reject (Tango, Statistics in Medicine 17, 1998, p. 891).
+    None when n is 0.
 
     At difference d the share of losses q is its likeliest value under d, the larger root of
     2n q² + ((2n - gains + losses) d - gains - losses) q - losses d (1 - d) = 0, and the statistic is

@@ -12,6 +12,7 @@ import numpy as np
 from replayssm_emulation import UsageError
 
 from ..results import files as results
+from ..results.provenance import provenance
 from . import pairing
 from .comparison import SCHEMA, Arm, assign_bins, compare
 from .records import Record, choose_metric, records
@@ -63,7 +64,7 @@ def run_quartiles(
         else results.default_output("quartiles", re.sub(r"[^\w.-]+", "-", result["task"]))
     )
     results.check_output(folder, overwrite, None)
-    result = results.jsonable({**result, "provenance": results.provenance(started)})
+    result = results.jsonable({**result, "provenance": provenance(started)})
     _write(folder, result, table)
     return {**result, "output": str(folder)}
 

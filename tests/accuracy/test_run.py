@@ -21,7 +21,7 @@ from replayssm_eval.accuracy.options import AccuracyOptions
 from replayssm_eval.accuracy.run import CONTROL, planned_arms, run_accuracy
 from replayssm_eval.models.loading import Loaded, load, location_of
 from replayssm_eval.quartiles.run import run_quartiles
-from replayssm_eval.results.files import code_digest
+from replayssm_eval.results.provenance import code_digest
 
 TASK = "replayssm_progression"
 SHORT = {
