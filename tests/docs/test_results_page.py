@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results.md"
 REPORTS = {
-    "kl.json": ["performance/nemotron-3-super.json", "performance/qwen3.5-4b.json"],
+    "kl.json": ["tiny-mamba2/moby-dick.json", "delta-rule/kda-moby-dick.json", "performance/qwen3.5-4b.json"],
     "quartiles.json": ["tiny-answers/quartiles.json"],
     "bench JSON": ["performance/bench.json"],
 }
